@@ -1,0 +1,29 @@
+"""baguarun: a PyTorch cluster launcher and elastic-training tool with its own communication engine.
+
+Names load on first use (PEP 562): `import baguarun` loads neither torch nor etcd.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "init_process_group": "baguarun.comm.groups",
+    "DistributedDataParallel": "baguarun.comm.ddp",
+}
+
+__all__ = ["__version__", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'baguarun' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Agent side: command line, one file per command."""

@@ -1,0 +1,1 @@
+"""Worker side: groups, engine, buckets, wrapper, algorithms."""

@@ -1,0 +1,1 @@
+"""Elasticity: membership (agent side) and training (worker side)."""

@@ -1,0 +1,1 @@
+"""Agent side: job spec, submitters, agent, worker processes, logs, devices and binding."""
