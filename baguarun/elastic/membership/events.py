@@ -1,0 +1,62 @@
+"""What a `Session` tells the launcher, in the order in which it must be acted on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baguarun.contract import Failure, World
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Stop the workers of every older generation, then call `Session.acknowledge(generation, port)`."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """All members have acknowledged: start the workers of this World."""
+
+    world: World
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The job is over, on every node alike; `Session.run` returns next."""
+
+    success: bool
+    failure: Failure | None
+    """The first failure in the cluster, if a worker's failure ended the job."""
+    reason: str
+    exit_code: int
+    """What every agent exits with: 0, the failed worker's code, or what `Session.stop_job` was given."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Why nothing happens at the moment, for people; sent only when it has changed."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The store does not answer: membership is paused, workers go on."""
+
+
+@dataclass(frozen=True)
+class StoreBack:
+    """The store answers again."""
+
+
+@dataclass(frozen=True)
+class Expelled:
+    """Our place in the World is gone: stop all workers now. The session registers again by itself."""
+
+    reason: str
+
+
+MembershipEvent: TypeAlias = Prepare | Start | Finished | Waiting | StoreLost | StoreBack | Expelled

@@ -1,0 +1,36 @@
+"""What one node brings to a job, and what the job asks of every node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOffer:
+    """One node as its agent registers it."""
+
+    node_id: str
+    """Unique among the living nodes of the job; no slash. The same id after a restart is a newcomer."""
+    name: str
+    """What people call the node; node ranks of the first World follow its natural order (n2 before n10)."""
+    address: str
+    """Where the other nodes reach this one: becomes `World.master_addr` if it is node 0."""
+    slots: int
+    """Workers it will start (nodes may differ)."""
+    node_rank: int | None = None
+    """Node rank the user asked for, if any; counts in the first World."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What must be equal on every node of a job."""
+
+    job_id: str
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    """Restarts that failing workers may cost the whole job; membership changes are free."""
+    digest: str
+    """Digest of the command and of all settings that must agree; another digest is another job."""
+    summary: str
+    """The same for people, e.g. `train.py --lr 0.1 (nnodes 2, 4 workers each)`; shown when digests differ."""
