@@ -12,13 +12,13 @@
 // minmax8, rule by rule, for a block with least value mn and greatest value mx
 //   1. NaN, Inf or a magnitude of 2^126 or more anywhere in the block: base = NaN, scale = 0. The whole block decodes to
 //      NaN, so that whoever looks for overflow (GradScaler) sees it.
-//   2. mn <= 0 <= mx: step = (mx-mn)/254, the grid holds zero, zero decodes to exactly zero; base = rint(mn/scale)*scale.
+//   2. mn <= 0 <= mx: step = (mx-mn)/254, the grid holds zero, zero decodes to exactly zero; base = rint(mn*inv)*scale.
 //      Otherwise:     step = (mx-mn)/255, base = mn.
-//   3. scale is step rounded up to 16 significant bits. Then q*scale is exact in fp32, and fma(q, scale, base) and
+//   3. scale is step rounded up to 16 significant bits, inv = 1/scale. Then q*scale is exact in fp32, and fma(q, scale, base) and
 //      "multiply, then add" are the same bits.
 //   4. step below 2^-126 (a constant block, or a range too small for normal numbers): scale = 0, q = 0, and base = 0 if
 //      the block spans zero, else mn. A constant block is therefore exact.
-//   5. q = clamp(rint((x-base)*inv), 0, 255) with inv = 1/scale, every operation rounded once to nearest even.
+//   5. q = clamp(rint((x-base)*inv), 0, 255). Every operation is rounded once, to nearest even.
 //   The error is at most scale/2 plus one ulp of the block's largest magnitude. -0 decodes to +0.
 // Every path (portable, AVX2, AVX-512, CUDA) gives the same chunk and the same decoded numbers, bit for bit. Two things
 // are left open: the payload of a NaN that a sum produces, and the sign of that NaN. The caller's floating-point

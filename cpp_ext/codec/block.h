@@ -1,0 +1,110 @@
+// The rules of the formats that CPU and CUDA share: the layout of a minmax8 chunk, the grid of a block, and the
+// conversions between fp32 and the 16-bit types. One text for host and device, so that they cannot drift apart.
+//
+// Nothing here depends on contraction: no product is added to anything unless it is exact.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "codec.h"
+
+#ifdef __CUDACC__
+#define BAGUARUN_HOST_DEVICE __host__ __device__
+#else
+#define BAGUARUN_HOST_DEVICE
+#endif
+
+namespace baguarun::codec {
+
+struct Header {
+  float base;
+  float scale;
+};
+static_assert(sizeof(Header) == 8);
+
+// The grid of one block: what the header says, and what the encoder multiplies by (0 if every q is 0).
+struct Grid {
+  Header header;
+  float inv;
+};
+
+BAGUARUN_HOST_DEVICE inline uint32_t bitsOf(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+BAGUARUN_HOST_DEVICE inline float floatOf(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline constexpr uint32_t kQuietNan = 0x7fc00000u;
+inline constexpr float kOverflow = 0x1p126f;    // magnitudes from here on count as overflow: no sum below can then overflow
+inline constexpr float kLeastStep = 0x1p-126f;  // the least normal number
+
+BAGUARUN_HOST_DEVICE inline size_t blockCount(size_t numel) { return numel / kBlockElems + (numel % kBlockElems != 0); }
+
+BAGUARUN_HOST_DEVICE inline size_t blockLength(size_t numel, size_t block) {
+  const size_t left = numel - block * kBlockElems;
+  return left < kBlockElems ? left : kBlockElems;
+}
+
+// Where the bytes of a block begin in a chunk of `numel` numbers.
+BAGUARUN_HOST_DEVICE inline size_t payloadOffset(size_t numel, size_t block) {
+  return blockCount(numel) * sizeof(Header) + block * kBlockElems;
+}
+
+// Steps 1 to 4 of codec.h. `mn` and `mx` are the extremes of the block, NaN left out; `nan` says whether there was one.
+BAGUARUN_HOST_DEVICE inline Grid gridOf(float mn, float mx, bool nan) {
+  if (nan || mn <= -kOverflow || mx >= kOverflow) return {{floatOf(kQuietNan), 0.0f}, 0.0f};
+  const bool spansZero = mn <= 0.0f && mx >= 0.0f;
+  const float step = (mx - mn) / (spansZero ? 254.0f : 255.0f);
+  if (step < kLeastStep) return {{spansZero ? 0.0f : mn, 0.0f}, 0.0f};
+  const float scale = floatOf((bitsOf(step) + 0xffu) & ~0xffu);
+  const float inv = 1.0f / scale;
+  // Adding zero turns -0 into +0. The product of an 8-bit and a 16-bit number is exact.
+  const float base = spansZero ? rintf(mn * inv) * scale + 0.0f : mn;
+  return {{base, scale}, inv};
+}
+
+BAGUARUN_HOST_DEVICE inline float widenF16(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t magnitude = h & 0x7fffu;
+  if (magnitude >= 0x7c00u) {
+    const uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
+    return floatOf(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | quiet);
+  }
+  // The exponent of 2^112 moves the bias; for a half below 2^-14 the product makes the number normal. Exact either way.
+  return floatOf(sign | bitsOf(floatOf(magnitude << 13) * 0x1p112f));
+}
+
+BAGUARUN_HOST_DEVICE inline uint16_t narrowF16(float x) {
+  const uint32_t bits = bitsOf(x);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 2^16 and more
+  uint32_t half;
+  if (magnitude >= 0x38800000u) {  // 2^-14: normal as a half; the carry of rounding runs into the exponent, up to Inf
+    half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
+  } else {  // In units of 2^-24: adding 0.5 puts the unit at the last bit of the sum, so the addition rounds.
+    half = bitsOf(floatOf(magnitude) + 0.5f) - 0x3f000000u;
+  }
+  return static_cast<uint16_t>(sign | half);
+}
+
+BAGUARUN_HOST_DEVICE inline float widenBf16(uint16_t b) {
+  const uint32_t bits = static_cast<uint32_t>(b) << 16;
+  return floatOf((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : bits);
+}
+
+BAGUARUN_HOST_DEVICE inline uint16_t narrowBf16(float x) {
+  const uint32_t bits = bitsOf(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+}  // namespace baguarun::codec
