@@ -1,0 +1,157 @@
+"""Builds and removes the network of a lab."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from tests.lab import namespaces
+from tests.lab.delay import DelayLines
+from tests.lab.host import Host
+from tests.lab.namespaces import LabError, inside, lab_possible, system
+from tests.lab.sweep import lab_name, sweep
+
+_serials = itertools.count()
+
+# Queueing delay that the rate limit may add before it drops: enough for one flow to fill the link.
+_QUEUE_MS = 50
+# Tokens for 2 ms, so that timer ticks do not cost rate; one full-size offloaded frame at least.
+_BURST_S = 0.002
+_MIN_BURST_BYTES = 16 * 1024
+
+
+class Lab:
+    """Hosts joined by one switch, for the length of a `with` block.
+
+    `rate_mbit` limits every NIC both ways (None: as fast as the machine goes), `delay_ms` is the one-way
+    latency of every NIC. Everything is removed at the end of the block, on exceptions, on SIGINT and on
+    SIGTERM; what an owner killed by SIGKILL leaves is removed by the next lab or by `sweep()`.
+    Raises LabError where a lab is not possible. Threads: one lab belongs to one thread.
+    """
+
+    def __init__(self, hosts: int, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
+        if not 1 <= hosts <= 250:
+            raise LabError(f"hosts={hosts}: want 1 <= hosts <= 250")
+        if rate_mbit is not None and rate_mbit <= 0:
+            raise LabError(f"rate_mbit={rate_mbit}: want a positive rate, or None for no limit")
+        if delay_ms is not None and delay_ms < 0:
+            raise LabError(f"delay_ms={delay_ms}: want a delay >= 0, or None")
+        self.name = lab_name(next(_serials))
+        self.rate_mbit = rate_mbit
+        self._delays = None if delay_ms is None else DelayLines(delay_ms)
+        self._bridge = f"{self.name}.b"
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._old_sigterm: Any = None
+        subnet = f"10.{random.randrange(1, 255)}.{random.randrange(256)}"
+        self._plan = [(f"h{i}", f"{subnet}.{i + 1}") for i in range(hosts)]
+        self.hosts: list[Host] = []
+
+    def __enter__(self) -> Lab:
+        reason = lab_possible()
+        if reason:
+            raise LabError(reason)
+        sweep()
+        self._catch_sigterm()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all that runs in the lab and remove it; a second call does nothing."""
+        try:
+            namespaces.remove([host.namespace for host in self.hosts] + [self._bridge])
+            if self._delays is not None:
+                self._delays.stop()
+        finally:
+            for host in self.hosts:
+                host._reap()
+            self.hosts = []
+            if self._scratch is not None:
+                self._scratch.cleanup()
+                self._scratch = None
+            self._release_sigterm()
+
+    def _build(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="lab-")
+        hosts_file = Path(self._scratch.name) / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._plan)]
+        hosts_file.write_text("\n".join(lines) + "\n")
+        namespaces.create(self._bridge)
+        self._in_bridge("ip", "link", "add", "name", "br0", "type", "bridge", "forward_delay", "0")
+        self._in_bridge("ip", "link", "set", "br0", "up")
+        for index, (name, address) in enumerate(self._plan):
+            host = Host(
+                name=name,
+                address=address,
+                namespace=f"{self.name}.{name}",
+                bridge_namespace=self._bridge,
+                port=f"p{index}",
+                hosts_file=hosts_file,
+            )
+            # Listed before it exists, so that a failure half way removes it too.
+            self.hosts.append(host)
+            self._add_host(host)
+
+    def _add_host(self, host: Host) -> None:
+        namespaces.create(host.namespace)
+        enter = inside(host.namespace)
+        if self._delays is None:
+            system(
+                *(*enter, "ip", "link", "add", "name", host.nic, "type", "veth"),
+                *("peer", "name", host.port, "netns", str(namespaces.NAMESPACE_DIR / self._bridge)),
+            )
+        else:
+            self._delays.connect(host.namespace, host.nic, self._bridge, host.port)
+        system(*enter, "ip", "address", "add", f"{host.address}/24", "dev", host.nic)
+        system(*enter, "ip", "link", "set", host.nic, "up")
+        self._in_bridge("ip", "link", "set", host.port, "master", "br0")
+        self._in_bridge("ip", "link", "set", host.port, "up")
+        if self.rate_mbit is not None:
+            shape(host.namespace, host.nic, self.rate_mbit)
+            shape(self._bridge, host.port, self.rate_mbit)
+
+    def _in_bridge(self, *argv: str) -> None:
+        system(*inside(self._bridge), *argv)
+
+    def _catch_sigterm(self) -> None:
+        """Turn SIGTERM into SystemExit, so that `with` unwinds; an owner's own handler is left alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._old_sigterm = signal.signal(signal.SIGTERM, _leave)
+
+    def _release_sigterm(self) -> None:
+        if self._old_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._old_sigterm)
+            self._old_sigterm = None
+
+
+def shape(namespace: str, device: str, rate_mbit: float) -> None:
+    """Limit what leaves `device` to `rate_mbit`."""
+    rate_bytes_per_s = rate_mbit * 1e6 / 8
+    burst_bytes = max(_MIN_BURST_BYTES, int(rate_bytes_per_s * _BURST_S))
+    system(
+        *(*inside(namespace), "tc", "qdisc", "replace", "dev", device, "root", "tbf"),
+        *("rate", f"{rate_mbit}mbit", "burst", f"{burst_bytes}b", "latency", f"{_QUEUE_MS}ms"),
+    )
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
