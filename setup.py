@@ -95,7 +95,8 @@ def require_compiler() -> str:
     )
     if trial.returncode != 0:
         raise BuildError(
-            f"{compiler} does not compile C++20; want GCC 11 or Clang 14, or newer. It says:\n{trial.stderr.strip()}"
+            f"{compiler} does not compile C++20; want GCC 11 or Clang 14, or newer. It says:\n"
+            f"{trial.stderr.strip()}"
         )
     os.environ["CXX"] = compiler
     return compiler
@@ -126,7 +127,7 @@ def require_ninja() -> None:
 
 
 def wants_cuda(torch: Any, cuda_home: str | None) -> bool:
-    """Whether the CUDA codecs are built: the installed torch has CUDA and a toolkit of its major version is here."""
+    """Whether the CUDA codecs are built: torch has CUDA and a toolkit of the same major version is here."""
     if torch.version.cuda is None:
         return False
     if os.environ.get("BAGUARUN_CUDA", "") == "0":
@@ -135,8 +136,8 @@ def wants_cuda(torch: Any, cuda_home: str | None) -> bool:
     nvcc = Path(cuda_home or "") / "bin" / "nvcc"
     if cuda_home is None or not nvcc.is_file():
         print(
-            f"baguarun: torch {torch.__version__} has CUDA but no CUDA toolkit (nvcc) was found: building for the CPU "
-            "only. Set CUDA_HOME to a toolkit and build again to get the CUDA codecs.",
+            f"baguarun: torch {torch.__version__} has CUDA but no toolkit (nvcc) was found: building for the "
+            "CPU only. Set CUDA_HOME to a toolkit and build again to get the CUDA codecs.",
             file=sys.stderr,
         )
         return False
@@ -144,7 +145,7 @@ def wants_cuda(torch: Any, cuda_home: str | None) -> bool:
     if toolkit.split(".")[0] != torch.version.cuda.split(".")[0]:
         raise BuildError(
             f"torch {torch.__version__} was built with CUDA {torch.version.cuda}, but {nvcc} is {toolkit}.\n"
-            f"Set CUDA_HOME to a CUDA {torch.version.cuda} toolkit, or BAGUARUN_CUDA=0 to build for the CPU only."
+            f"Set CUDA_HOME to a CUDA {torch.version.cuda} toolkit, or BAGUARUN_CUDA=0 to build for the CPU."
         )
     return True
 
@@ -171,7 +172,7 @@ def make_extension(torch: Any) -> Any:
 
     with_cuda = wants_cuda(torch, cpp_extension.CUDA_HOME)
     sources, headers = find_sources(ROOT, with_cuda)
-    # A directory named by -isystem wins over the same one named by -I: other people's headers raise no warnings.
+    # A folder named by -isystem wins over the same one named by -I: other people's headers raise no warnings.
     others = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     cxx = CXX_FLAGS + [word for path in others for word in ("-isystem", path)]
     if os.environ.get("BAGUARUN_WERROR", "1") != "0":
