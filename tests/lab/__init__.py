@@ -5,7 +5,7 @@
         lab.hosts[1].freeze()
 
 `lab.py` builds and removes the network, `host.py` runs, kills, freezes and cuts off; `sweep.py` removes what
-a killed owner left behind (`python -m tests.lab sweep`). It needs root and leaves the machine's network alone.
+a killed owner left (`python -m tests.lab sweep`). It needs root and leaves the machine's network alone.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tests.lab.namespaces import inside, kill_all, processes, stop_all, system
+from tests.lab.namespaces import inside, is_inside, kill_all, processes, stop_all, system
 
 # No NIC of the lab has it: the bridge floods such frames and every host drops them, silently, as a broken
 # path does. A blackhole route would tell the sender at once.
@@ -79,6 +79,9 @@ class Host:
             start_new_session=True,
         )
         self._started.append(process)
+        # Until it has entered, whatever hits the host would miss it.
+        while not is_inside(process.pid, self.namespace) and process.poll() is None:
+            time.sleep(0.001)
         return process
 
     def run(
@@ -123,7 +126,7 @@ class Host:
     def crash(self) -> None:
         """Kill every process of the host at once (SIGKILL); peers see their sockets close."""
         kill_all([self.namespace])
-        self._reap()
+        self.reap()
 
     def power_off(self) -> None:
         """As `crash`, but peers hear nothing: the link goes first. `heal` before using the host again."""
@@ -168,7 +171,8 @@ class Host:
     def _set_port_state(self, state: str) -> None:
         system(*inside(self.bridge_namespace), "bridge", "link", "set", "dev", self.port, "state", state)
 
-    def _reap(self) -> None:
-        deadline = time.monotonic() + 10.0
+    def reap(self) -> None:
+        """Kill what `popen` started and collect it."""
         for process in self._started:
-            process.wait(max(0.1, deadline - time.monotonic()))
+            process.kill()
+            process.wait(10)

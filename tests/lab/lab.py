@@ -81,7 +81,7 @@ class Lab:
                 self._delays.stop()
         finally:
             for host in self.hosts:
-                host._reap()
+                host.reap()
             self.hosts = []
             if self._scratch is not None:
                 self._scratch.cleanup()

@@ -54,18 +54,19 @@ def names() -> list[str]:
     return sorted(entry.name for entry in NAMESPACE_DIR.iterdir()) if NAMESPACE_DIR.is_dir() else []
 
 
+def is_inside(pid: int, namespace: str) -> bool:
+    """Whether process `pid` lives in `namespace`; a zombie or a process that is gone lives nowhere."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat(NAMESPACE_DIR / namespace).st_ino
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
 def processes(namespace: str) -> Iterator[int]:
     """Pids of all processes in `namespace`, however they were started, zombies left out."""
-    wanted = os.stat(NAMESPACE_DIR / namespace).st_ino
     for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            if os.stat(f"/proc/{entry.name}/ns/net").st_ino == wanted:
-                yield int(entry.name)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            # Gone between the listing and the look, or a zombie.
-            continue
+        if entry.name.isdigit() and is_inside(int(entry.name), namespace):
+            yield int(entry.name)
 
 
 def process_state(pid: int) -> str:
