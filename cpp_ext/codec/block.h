@@ -1,5 +1,6 @@
-// The rules of the formats that CPU and CUDA share: the layout of a minmax8 chunk, the grid of a block, and the
-// conversions between fp32 and the 16-bit types. One text for host and device, so that they cannot drift apart.
+// The rules of the formats that CPU and CUDA share: the layout of a minmax8 chunk, the grid of a block, and
+// the conversions between fp32 and the 16-bit types. One text for host and device, so that they cannot drift
+// apart.
 //
 // Nothing here depends on contraction: no product is added to anything unless it is exact.
 #pragma once
@@ -42,10 +43,13 @@ BAGUARUN_HOST_DEVICE inline float floatOf(uint32_t bits) {
 }
 
 inline constexpr uint32_t kQuietNan = 0x7fc00000u;
-inline constexpr float kOverflow = 0x1p126f;    // magnitudes from here on count as overflow: no sum below can then overflow
+inline constexpr float kOverflow =
+    0x1p126f;  // magnitudes from here on count as overflow: no sum below can then overflow
 inline constexpr float kLeastStep = 0x1p-126f;  // the least normal number
 
-BAGUARUN_HOST_DEVICE inline size_t blockCount(size_t numel) { return numel / kBlockElems + (numel % kBlockElems != 0); }
+BAGUARUN_HOST_DEVICE inline size_t blockCount(size_t numel) {
+  return numel / kBlockElems + (numel % kBlockElems != 0);
+}
 
 BAGUARUN_HOST_DEVICE inline size_t blockLength(size_t numel, size_t block) {
   const size_t left = numel - block * kBlockElems;
@@ -57,7 +61,8 @@ BAGUARUN_HOST_DEVICE inline size_t payloadOffset(size_t numel, size_t block) {
   return blockCount(numel) * sizeof(Header) + block * kBlockElems;
 }
 
-// Steps 1 to 4 of codec.h. `mn` and `mx` are the extremes of the block, NaN left out; `nan` says whether there was one.
+// Steps 1 to 4 of codec.h. `mn` and `mx` are the extremes of the block, NaN left out; `nan` says whether
+// there was one.
 BAGUARUN_HOST_DEVICE inline Grid gridOf(float mn, float mx, bool nan) {
   if (nan || mn <= -kOverflow || mx >= kOverflow) return {{floatOf(kQuietNan), 0.0f}, 0.0f};
   const bool spansZero = mn <= 0.0f && mx >= 0.0f;
@@ -77,7 +82,8 @@ BAGUARUN_HOST_DEVICE inline float widenF16(uint16_t h) {
     const uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
     return floatOf(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | quiet);
   }
-  // The exponent of 2^112 moves the bias; for a half below 2^-14 the product makes the number normal. Exact either way.
+  // The exponent of 2^112 moves the bias; for a half below 2^-14 the product makes the number normal. Exact
+  // either way.
   return floatOf(sign | bitsOf(floatOf(magnitude << 13) * 0x1p112f));
 }
 
@@ -88,7 +94,8 @@ BAGUARUN_HOST_DEVICE inline uint16_t narrowF16(float x) {
   if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
   if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 2^16 and more
   uint32_t half;
-  if (magnitude >= 0x38800000u) {  // 2^-14: normal as a half; the carry of rounding runs into the exponent, up to Inf
+  if (magnitude >=
+      0x38800000u) {  // 2^-14: normal as a half; the carry of rounding runs into the exponent, up to Inf
     half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
   } else {  // In units of 2^-24: adding 0.5 puts the unit at the last bit of the sum, so the addition rounds.
     half = bitsOf(floatOf(magnitude) + 0.5f) - 0x3f000000u;

@@ -1,4 +1,5 @@
-// The public functions: check, choose the device, and compose the CPU codecs from the loops of the chosen path.
+// The public functions: check, choose the device, and compose the CPU codecs from the loops of the chosen
+// path.
 #include "codec.h"
 
 #include <atomic>
@@ -12,7 +13,12 @@
 namespace baguarun::codec {
 namespace {
 
-constexpr const CpuPath* kPaths[] = {&kPortablePath};  // the best first
+// The best first.
+constexpr const CpuPath* kPaths[] = {
+#if defined(__x86_64__)
+    &kAvx512Path, &kAvx2Path,
+#endif
+    &kPortablePath};
 
 const CpuPath* bestPath() {
   for (const CpuPath* path : kPaths) {
@@ -129,7 +135,8 @@ void reduceMinMax8To(const CpuPath& path, DType dtype, Sum sum, size_t numel, vo
   forEachBlock(numel, [&](size_t first, size_t n) {
     alignas(64) float wide[kBlockElems];
     void* numbers = advance(dst, first * sizeOf(dtype));
-    path.sumBlocks(sum, {numel, first / kBlockElems}, dtype == DType::f32 ? static_cast<float*>(numbers) : wide);
+    path.sumBlocks(sum, {numel, first / kBlockElems},
+                   dtype == DType::f32 ? static_cast<float*>(numbers) : wide);
     if (dtype != DType::f32) path.narrow(dtype, wide, n, numbers);
   });
 }
@@ -147,7 +154,8 @@ void reducePlain(const CpuPath& path, DType from, DType to, Sum sum, size_t nume
 }
 
 void checkReduction(const char* function, const void* const* src, size_t count) {
-  if (count == 0) throw std::invalid_argument(std::string(function) + ": count=0: want at least one chunk to reduce");
+  if (count == 0)
+    throw std::invalid_argument(std::string(function) + ": count=0: want at least one chunk to reduce");
   for (size_t k = 0; k < count; ++k) {
     if (src[k] == nullptr) {
       throw std::invalid_argument(std::string(function) + ": src[" + std::to_string(k) + "] is null");
@@ -173,7 +181,8 @@ void reduceDecode(void*, Wire, DType, const void* const*, size_t, float, size_t,
 #endif
 
 size_t encodedBytes(Wire wire, size_t numel) {
-  const size_t bytes = wire == Wire::minmax8 ? payloadOffset(numel, 0) + numel : numel * sizeOf(plainType(wire));
+  const size_t bytes =
+      wire == Wire::minmax8 ? payloadOffset(numel, 0) + numel : numel * sizeOf(plainType(wire));
   return (bytes + 15) / 16 * 16;
 }
 
@@ -201,10 +210,12 @@ void decode(Exec exec, Wire wire, DType dtype, const void* src, size_t numel, vo
   }
 }
 
-void reduceEncode(Exec exec, Wire wire, const void* const* src, size_t count, float scale, size_t numel, void* dst) {
+void reduceEncode(Exec exec, Wire wire, const void* const* src, size_t count, float scale, size_t numel,
+                  void* dst) {
   if (numel == 0) return;
   checkReduction("codec.reduceEncode", src, count);
-  if (exec.device == Device::cuda) return cuda::reduceEncode(exec.stream, wire, src, count, scale, numel, dst);
+  if (exec.device == Device::cuda)
+    return cuda::reduceEncode(exec.stream, wire, src, count, scale, numel, dst);
   const FloatEnvironment environment;
   const CpuPath& path = *chosenPath();
   if (wire == Wire::minmax8) {
@@ -214,11 +225,12 @@ void reduceEncode(Exec exec, Wire wire, const void* const* src, size_t count, fl
   }
 }
 
-void reduceDecode(Exec exec, Wire wire, DType dtype, const void* const* src, size_t count, float scale, size_t numel,
-                  void* dst) {
+void reduceDecode(Exec exec, Wire wire, DType dtype, const void* const* src, size_t count, float scale,
+                  size_t numel, void* dst) {
   if (numel == 0) return;
   checkReduction("codec.reduceDecode", src, count);
-  if (exec.device == Device::cuda) return cuda::reduceDecode(exec.stream, wire, dtype, src, count, scale, numel, dst);
+  if (exec.device == Device::cuda)
+    return cuda::reduceDecode(exec.stream, wire, dtype, src, count, scale, numel, dst);
   const FloatEnvironment environment;
   const CpuPath& path = *chosenPath();
   if (wire == Wire::minmax8) {

@@ -1,4 +1,5 @@
-// What one CPU path offers: six loops. codec.cc composes the codecs from them, so that a path holds arithmetic only.
+// What one CPU path offers: six loops. codec.cc composes the codecs from them, so that a path holds
+// arithmetic only.
 #pragma once
 
 #include "block.h"
@@ -18,8 +19,8 @@ struct BlockOf {
   size_t block;
 };
 
-// Threads: functions without state. They rely on codec.cc for the floating-point environment (round to nearest even, no
-// flush to zero).
+// Threads: functions without state. They rely on codec.cc for the floating-point environment (round to
+// nearest even, no flush to zero).
 struct CpuPath {
   const char* name;
   bool (*usable)();
@@ -38,5 +39,9 @@ struct CpuPath {
 };
 
 extern const CpuPath kPortablePath;
+#if defined(__x86_64__)
+extern const CpuPath kAvx2Path;
+extern const CpuPath kAvx512Path;
+#endif
 
 }  // namespace baguarun::codec

@@ -1,4 +1,5 @@
-// The portable path: plain C++, for every CPU without a path of its own, and the text to check the others against.
+// The portable path: plain C++, for every CPU without a path of its own, and the text to check the others
+// against.
 #include <algorithm>
 
 #include "cpu_path.h"

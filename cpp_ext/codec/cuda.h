@@ -1,5 +1,5 @@
-// The CUDA half of codec.h, in codec_cuda.cu. Declared in every build, defined in a build with BAGUARUN_WITH_CUDA.
-// Arguments have been checked by codec.cc and numel is not 0.
+// The CUDA half of codec.h, in codec_cuda.cu. Declared in every build, defined in a build with
+// BAGUARUN_WITH_CUDA. Arguments have been checked by codec.cc and numel is not 0.
 #pragma once
 
 #include "block.h"
@@ -8,8 +8,9 @@ namespace baguarun::codec::cuda {
 
 void encode(void* stream, Wire wire, DType dtype, const void* src, size_t numel, void* dst);
 void decode(void* stream, Wire wire, DType dtype, const void* src, size_t numel, void* dst);
-void reduceEncode(void* stream, Wire wire, const void* const* src, size_t count, float scale, size_t numel, void* dst);
-void reduceDecode(void* stream, Wire wire, DType dtype, const void* const* src, size_t count, float scale, size_t numel,
+void reduceEncode(void* stream, Wire wire, const void* const* src, size_t count, float scale, size_t numel,
                   void* dst);
+void reduceDecode(void* stream, Wire wire, DType dtype, const void* const* src, size_t count, float scale,
+                  size_t numel, void* dst);
 
 }  // namespace baguarun::codec::cuda

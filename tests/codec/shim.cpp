@@ -49,12 +49,16 @@ int shim_reduce_encode(int wire, const void* const* src, size_t count, float sca
   return caught([&] { codec::reduceEncode(kCpu, wireOf(wire), src, count, scale, numel, dst); });
 }
 
-int shim_reduce_decode(int wire, int dtype, const void* const* src, size_t count, float scale, size_t numel, void* dst) {
-  return caught([&] { codec::reduceDecode(kCpu, wireOf(wire), dtypeOf(dtype), src, count, scale, numel, dst); });
+int shim_reduce_decode(int wire, int dtype, const void* const* src, size_t count, float scale, size_t numel,
+                       void* dst) {
+  return caught(
+      [&] { codec::reduceDecode(kCpu, wireOf(wire), dtypeOf(dtype), src, count, scale, numel, dst); });
 }
 
 int shim_encode_on_cuda() {
-  return caught([] { codec::encode({codec::Device::cuda, nullptr}, codec::Wire::f32, codec::DType::f32, "", 1, nullptr); });
+  return caught([] {
+    codec::encode({codec::Device::cuda, nullptr}, codec::Wire::f32, codec::DType::f32, "", 1, nullptr);
+  });
 }
 
 }  // extern "C"
