@@ -161,7 +161,7 @@ def find_sources(root: Path, with_cuda: bool) -> tuple[list[str], list[str]]:
     suffixes = {".cpp", ".cc"} | ({".cu"} if with_cuda else set())
     files = [file for name in SOURCE_DIRS for file in sorted((root / "cpp_ext" / name).rglob("*"))]
     sources = [str(file.relative_to(root)) for file in files if file.suffix in suffixes]
-    headers = [str(file.relative_to(root)) for file in files if file.suffix in {".h", ".hpp", ".cuh"}]
+    headers = [str(file.relative_to(root)) for file in files if file.suffix in {".h", ".hpp", ".cuh", ".inc"}]
     if not sources:
         raise BuildError(f"no C++ sources under {root / 'cpp_ext'}: this checkout is not complete")
     return sources, headers
