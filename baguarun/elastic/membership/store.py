@@ -128,7 +128,12 @@ class Store(Protocol):
     async def transact(
         self, compares: Sequence[Compare], operations: Sequence[Put | PutIfAbsent | Delete]
     ) -> TxnResult:
-        """Apply all operations if all compares hold, else none. At most 128 operations."""
+        """Apply all operations if all compares hold, else none.
+
+        At most 128 operations; none may touch a key that another touches (etcd refuses a put under a
+        deleted prefix, too). `StoreLostError` leaves open whether it was applied: read before repeating.
+        A lease that has expired raises `RejoinError`.
+        """
         ...
 
     async def grant_lease(self, ttl_s: int) -> int:
@@ -147,6 +152,9 @@ class Store(Protocol):
         """Changes from `start_revision` on, across endpoint failures, none lost and none twice.
 
         Never raises `StoreLostError`: it goes on trying. `StoreRefusedError` ends it.
+        Ranges must not overlap. While it catches up after a reconnect one range may run ahead of another.
+        After a batch with `resynced`, list; changes that your list already holds (mod_revision <= the
+        list's revision) may still follow and are to be dropped.
         """
         ...
 
