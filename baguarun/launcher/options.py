@@ -1,16 +1,9 @@
-"""The options of `baguarun run` as one table, and the reading of a command line and an environment by it.
-
-A reader of our own, because the rules differ from argparse's where it matters: options end at the script
-(argparse takes a `--` out of the script's arguments), every value knows where it came from (flag or
-variable), and both spellings `--max-restarts` and `--max_restarts` are one.
-"""
+"""The options of `baguarun run`, one table: parsing, environment, help and refusals all follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-from baguarun.errors import UsageError
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +14,20 @@ class Option:
     """Long name without dashes; the variable is `BAGUARUN_` and this, upper case."""
     metavar: str = ""
     """What the value looks like; empty for a switch."""
-    help: str
-    """One line for `--help`; empty for an option that is understood only to be answered."""
     group: str
+    help: str = ""
+    """One line for `--help`."""
     short: str = ""
     alias: str = ""
     """A second long name."""
     pet: str = ""
     """torchrun's variable for it, without `PET_`; empty where torchrun reads none."""
+    no_effect: str = ""
+    """Why it changes nothing here; listed, and printed when it is given. For pure tuning knobs only."""
+    refusal: str = ""
+    """Why it is refused, and what to do instead; such an option is not listed by `--help`."""
+    harmless: str = ""
+    """The one value of a refused option that asks for nothing."""
 
     @property
     def flag(self) -> str:
@@ -43,24 +42,6 @@ class Option:
         """Variables that set it, strongest first."""
         own = f"BAGUARUN_{self.name.replace('-', '_').upper()}"
         return (own, f"PET_{self.pet}") if self.pet else (own,)
-
-
-@dataclass(frozen=True)
-class Given:
-    """A value as the user gave it, and where: `--nnodes`, `BAGUARUN_NNODES` or `PET_NNODES`."""
-
-    text: str
-    source: str
-
-
-@dataclass(frozen=True)
-class CommandLine:
-    """A command line taken apart: options by name, then the script and what belongs to it."""
-
-    given: Mapping[str, Given] = field(default_factory=dict)
-    script: str | None = None
-    script_args: tuple[str, ...] = ()
-    help_wanted: bool = False
 
 
 WORKERS, NODES, ELASTIC, PROGRAM, OUTPUT, TORCHRUN = (
@@ -83,10 +64,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="bind",
-        metavar="node|exclusive|none",
+        metavar="node|none",
         group=WORKERS,
         alias="numa-binding",
-        help="keep each worker on the CPUs next to its GPU (node)",
+        help="keep each worker on the CPUs next to its GPU (node), or anywhere",
     ),
     Option(
         name="algorithm",
@@ -263,130 +244,85 @@ OPTIONS: tuple[Option, ...] = (
         metavar="SECONDS",
         group=TORCHRUN,
         pet="MONITOR_INTERVAL",
-        help="no effect: a worker's end is seen at once",
+        no_effect="a worker's end is seen at once",
     ),
     Option(
         name="start-method",
         metavar="METHOD",
         group=TORCHRUN,
         pet="START_METHOD",
-        help="no effect: every worker is a fresh process",
+        no_effect="every worker is a fresh process",
     ),
     Option(
         name="run-path",
         group=TORCHRUN,
         pet="RUN_PATH",
-        help="no effect: SCRIPT runs in a fresh Python anyway",
+        no_effect="the script runs in a fresh Python anyway",
     ),
-    # Known to torchrun or planned, and answered with what to do instead.
-    Option(name="signals-to-handle", metavar="LIST", group=TORCHRUN, pet="SIGNALS_TO_HANDLE", help=""),
-    Option(name="event-log-handler", metavar="NAME", group=TORCHRUN, pet="EVENT_LOG_HANDLER", help=""),
-    Option(name="logs-specs", metavar="NAME", group=TORCHRUN, help=""),
+    # Known to torchrun or planned: answered, never ignored.
+    Option(
+        name="signals-to-handle",
+        metavar="LIST",
+        group=TORCHRUN,
+        pet="SIGNALS_TO_HANDLE",
+        harmless="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        refusal="not here: the agent acts on SIGTERM, SIGINT and SIGHUP; send one of these",
+    ),
+    Option(
+        name="event-log-handler",
+        metavar="NAME",
+        group=TORCHRUN,
+        pet="EVENT_LOG_HANDLER",
+        harmless="null",
+        refusal="not here: read --metrics-port or the log",
+    ),
+    Option(
+        name="logs-specs",
+        metavar="NAME",
+        group=TORCHRUN,
+        harmless="default",
+        refusal="not here: use --log-dir, --tee and --redirects",
+    ),
     Option(
         name="duplicate-stdout-filters",
         metavar="LIST",
         group=TORCHRUN,
         pet="DUPLICATE_STDOUT_FILTERS",
-        help="",
+        refusal="not here: use --tee 1 and filter the files",
     ),
     Option(
         name="duplicate-stderr-filters",
         metavar="LIST",
         group=TORCHRUN,
         pet="DUPLICATE_STDERR_FILTERS",
-        help="",
+        refusal="not here: use --tee 2 and filter the files",
     ),
-    Option(name="virtual-local-rank", group=TORCHRUN, pet="VIRTUAL_LOCAL_RANK", help=""),
-    Option(name="spares", metavar="N", group=ELASTIC, help=""),
-    Option(name="bagua-net", group=WORKERS, help=""),
-    Option(name="timeline", metavar="FILE", group=OUTPUT, help=""),
+    Option(
+        name="virtual-local-rank",
+        group=TORCHRUN,
+        pet="VIRTUAL_LOCAL_RANK",
+        refusal="not here: every worker sees all devices; take yours by LOCAL_RANK",
+    ),
+    Option(
+        name="spares",
+        metavar="N",
+        group=ELASTIC,
+        refusal="not yet",
+    ),
+    Option(
+        name="bagua-net",
+        group=WORKERS,
+        refusal="not yet",
+    ),
+    Option(
+        name="timeline",
+        metavar="FILE",
+        group=OUTPUT,
+        refusal="not yet",
+    ),
 )
-
-_BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.alias) if name}
-_BY_SHORT = {option.short: option for option in OPTIONS if option.short}
-
-
-def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Take apart what follows `baguarun run`. Options end at the first word that is none, or after `--`."""
-    given: dict[str, Given] = {}
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word in ("-h", "--help"):
-            return CommandLine(help_wanted=True)
-        if word == "--":
-            position += 1
-            break
-        if not word.startswith("-") or word == "-":
-            break
-        option, text = _split(word)
-        position += 1
-        if option.is_switch:
-            if text is not None:
-                raise UsageError(f"{word}: want {option.flag} without a value")
-            text = "1"
-        elif text is None:
-            following = argv[position] if position < len(argv) else None
-            if following is None or _looks_like_option(following):
-                raise UsageError(f"{word}: want a value after it: {option.flag} {option.metavar}")
-            text = following
-            position += 1
-        given[option.name] = Given(text, option.flag)
-    rest = tuple(argv[position:])
-    return CommandLine(given, rest[0] if rest else None, rest[1:])
-
-
-def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """Options set by variables; an empty variable counts as unset, a switch is set by 1/true/yes/on."""
-    given: dict[str, Given] = {}
-    for option in OPTIONS:
-        for variable in option.variables:
-            text = environ.get(variable, "")
-            if text:
-                if not option.is_switch or _truth(variable, text):
-                    given[option.name] = Given(text, variable)
-                break
-    return given
 
 
 def listed(group: str) -> Iterator[Option]:
     """The options of one group that `--help` shows."""
-    return (option for option in OPTIONS if option.group == group and option.help)
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean X?`, or nothing when no known word is near."""
-    from difflib import get_close_matches
-
-    found = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
-def _split(word: str) -> tuple[Option, str | None]:
-    if word.startswith("--"):
-        name, equals, text = word[2:].partition("=")
-        option = _BY_NAME.get(name.replace("_", "-"))
-        if option is not None:
-            return option, text if equals else None
-    else:
-        option = _BY_SHORT.get(word[1:2])
-        if option is not None and (len(word) == 2 or not option.is_switch):
-            return option, word[2:].removeprefix("=") or None
-    name = word.partition("=")[0]
-    hint = nearest(name.replace("_", "-"), [f"--{known}" for known in _BY_NAME])
-    raise UsageError(
-        f"{name}: unknown flag{hint or '; `baguarun run --help` lists them'} (a script's own flags come after the script)"
-    )
-
-
-def _looks_like_option(word: str) -> bool:
-    name = word[2:].partition("=")[0].replace("_", "-")
-    return (word.startswith("--") and name in _BY_NAME) or (len(word) == 2 and word[1:] in _BY_SHORT)
-
-
-def _truth(source: str, text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise UsageError(f"{source}={text}: want 1 or 0")
+    return (option for option in OPTIONS if option.group == group and not option.refusal)

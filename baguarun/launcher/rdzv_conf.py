@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import quote
 
 from baguarun.errors import UsageError
 
@@ -54,6 +53,8 @@ def is_host(conf: Mapping[str, str]) -> bool | None:
 
 def etcd_url(endpoint: str, conf: Mapping[str, str]) -> str:
     """The store URL for torchrun's etcd backends: endpoint, port 2379 if it has none, TLS files."""
+    from urllib.parse import quote
+
     hosts = ",".join(_with_port(host.strip()) for host in endpoint.split(","))
     files = {
         "cacert": conf.get("cacert", conf.get("ca_cert")),
@@ -83,7 +84,7 @@ def _check(key: str, value: str, *, for_etcd: bool) -> None:
         if not 0 < number < float("inf"):
             raise UsageError(f"--rdzv-conf {key}={value}: want a number above 0")
     if key == "store_type" and value != "tcp":
-        raise UsageError(f"--rdzv-conf store_type={value}: want tcp; nodes meet over the network, not in a file")
+        raise UsageError(f"--rdzv-conf store_type={value}: want tcp; nodes meet over the network")
     if key == "protocol" and value not in ("http", "https"):
         raise UsageError(f"--rdzv-conf protocol={value}: want http or https")
     if key == "is_host" and value.lower() not in _TRUE + _FALSE:
@@ -93,4 +94,3 @@ def _check(key: str, value: str, *, for_etcd: bool) -> None:
 def _with_port(host: str) -> str:
     bare = host.rpartition("]")[2] if host.startswith("[") else host
     return host if ":" in bare else f"{host}:2379"
-

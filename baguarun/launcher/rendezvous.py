@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from baguarun.errors import UsageError
 from baguarun.launcher.rdzv_conf import etcd_url, is_host
-from baguarun.launcher.settings import NO_JOB_ID, RdzvBackend, RunSettings
+from baguarun.launcher.settings import NO_JOB_ID, RdzvBackend, RunSettings, without_password
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""
@@ -46,6 +48,8 @@ class Static:
     node_rank: int
 
 
+_ETCD_BACKENDS = (RdzvBackend.ETCD, RdzvBackend.ETCD_V2)
+
 Rendezvous: TypeAlias = Embedded | ExternalStore | EndpointStore | Static
 
 _THREE_WAYS = """\
@@ -57,43 +61,44 @@ _THREE_WAYS = """\
 
 def choose_rendezvous(settings: RunSettings) -> Rendezvous:
     """The one meeting place that the settings name; `UsageError` when they name none or two that differ."""
-    _refuse_conflicts(settings)
     if settings.standalone:
-        return Embedded()
+        return _standalone(settings)
     if settings.store is not None:
-        return _external(settings, settings.store)
-    if settings.rdzv_endpoint is not None and settings.rdzv_backend is not RdzvBackend.STATIC:
-        return _at_endpoint(settings, settings.rdzv_endpoint)
-    if settings.rdzv_backend in (RdzvBackend.ETCD, RdzvBackend.ETCD_V2):
-        raise UsageError(
-            f"--rdzv-backend={settings.rdzv_backend.value}: want --rdzv-endpoint HOST:2379 with it, or --store URL"
-        )
-    if settings.rdzv_endpoint is not None or settings.master_addr is not None or settings.master_port:
+        return _own_store(settings, settings.store)
+    backend, endpoint = settings.rdzv_backend, settings.rdzv_endpoint
+    if backend in _ETCD_BACKENDS:
+        return _torchrun_etcd(settings)
+    if endpoint is not None and backend is not RdzvBackend.STATIC:
+        return _at_endpoint(settings, endpoint)
+    if endpoint is not None or settings.master_addr is not None or settings.master_port is not None:
         return _static(settings)
     if settings.max_nodes > 1:
         raise UsageError(_THREE_WAYS.format(nnodes=_nnodes(settings)))
     return Embedded()
 
 
+def no_effect_notices(settings: RunSettings, rendezvous: Rendezvous, given: Collection[str]) -> list[str]:
+    """One line for each option that was given (by name) and changes nothing at this meeting place."""
+    reasons: dict[str, str] = {}
+    if isinstance(rendezvous, Static):
+        reasons = dict.fromkeys(("detect-timeout", "join-timeout"), "a static job has no membership to watch")
+        if settings.rdzv_endpoint is not None:
+            reasons |= dict.fromkeys(("master-addr", "master-port"), "--rdzv-endpoint says where rank 0 is")
+    elif settings.rdzv_endpoint is not None or settings.max_nodes == 1:
+        why = "rank 0's address and port are chosen anew for each World"
+        reasons = dict.fromkeys(("master-addr", "master-port"), why)
+    notices = [f"--{name} has no effect: {why}" for name, why in reasons.items() if name in given]
+    if "is_host" in settings.rdzv_conf and not isinstance(rendezvous, EndpointStore):
+        notices.append("--rdzv-conf is_host has no effect: no node's address serves this meeting place")
+    return notices
+
+
 def parse_endpoint(text: str, default_port: int, flag: str = "--rdzv-endpoint") -> tuple[str, int]:
     """`host`, `host:port` or `[ipv6]:port` as (host without brackets, port)."""
-    wrong = UsageError(f"{flag}={text}: want HOST or HOST:PORT, an IPv6 address in brackets: [::1]:29400")
-    host, port_text = text, ""
-    if text.startswith("["):
-        host, bracket, rest = text[1:].partition("]")
-        if not bracket or (rest and not rest.startswith(":")) or rest == ":":
-            raise wrong
-        port_text = rest[1:]
-    elif ":" in text:
-        host, _, port_text = text.partition(":")
-        if not port_text:
-            raise wrong
-    if not host or any(c in host for c in "/, @") or not (port_text.isascii() and port_text.isdigit() or not port_text):
-        raise wrong
-    port = int(port_text) if port_text else default_port
-    if port > 65535:
-        raise wrong
-    return host, port
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s:/@,\[\]]+))(?::(\d{1,5}))?", text, re.ASCII)
+    if match is None or int(match[3] or 0) > 65535:
+        raise UsageError(f"{flag}={text}: want HOST or HOST:PORT, an IPv6 address in brackets: [::1]:29400")
+    return match[1] or match[2], int(match[3]) if match[3] else default_port
 
 
 def is_loopback_name(host: str) -> bool:
@@ -101,98 +106,128 @@ def is_loopback_name(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _refuse_conflicts(settings: RunSettings) -> None:
-    places = {
-        f"--store={settings.store}": settings.store is not None,
-        f"--rdzv-endpoint={settings.rdzv_endpoint}": settings.rdzv_endpoint is not None,
-        f"--master-addr={settings.master_addr}": settings.master_addr is not None,
-        f"--master-port={settings.master_port}": bool(settings.master_port),
+def _standalone(settings: RunSettings) -> Embedded:
+    others = {
+        f"--nnodes={_nnodes(settings)}": settings.max_nodes > 1,
+        f"--store={_shown(settings)}": settings.store is not None,
+        f"--rdzv-backend={_backend(settings)}": settings.rdzv_backend not in (None, RdzvBackend.C10D),
+        f"--rdzv-endpoint={settings.rdzv_endpoint}": _is_remote(settings.rdzv_endpoint),
+        f"--master-addr={settings.master_addr}": _is_remote(settings.master_addr),
     }
-    named = [place for place, given in places.items() if given]
-    if settings.standalone:
-        if settings.max_nodes > 1:
-            raise UsageError(f"--standalone, --nnodes={_nnodes(settings)}: want one node; leave out one of the two")
-        remote = [place for place in named if not _says_this_machine(settings, place)]
-        if remote:
-            raise UsageError(f"--standalone, {', '.join(remote)}: want one of them; --standalone meets nobody")
-        return
-    if settings.store is not None and len(named) > 1:
+    named = [other for other, given in others.items() if given]
+    if named:
         raise UsageError(
-            f"{', '.join(named)}: want one meeting place; "
-            "with a store, rank 0's address and port are chosen anew for each World"
+            f"--standalone, {', '.join(named)}: want one node and no other; leave out one of them"
         )
-    if settings.store is not None and settings.rdzv_backend in (RdzvBackend.C10D, RdzvBackend.STATIC):
-        raise UsageError(
-            f"--store={settings.store}, --rdzv-backend={settings.rdzv_backend.value}: want one of them; "
-            "--store is an etcd already"
-        )
-    if settings.rdzv_endpoint is not None and settings.master_addr is not None:
-        endpoint_host = parse_endpoint(settings.rdzv_endpoint.split(",")[0], 0)[0]
-        if endpoint_host != settings.master_addr.strip("[]"):
-            raise UsageError(
-                f"--rdzv-endpoint={settings.rdzv_endpoint}, --master-addr={settings.master_addr}: "
-                "want one meeting place; leave out --master-addr"
-            )
+    return Embedded()
 
 
-def _says_this_machine(settings: RunSettings, place: str) -> bool:
-    if place.startswith("--rdzv-endpoint"):
-        return is_loopback_name(parse_endpoint(settings.rdzv_endpoint or "", C10D_PORT)[0])
-    if place.startswith("--master-addr"):
-        return is_loopback_name((settings.master_addr or "").strip("[]"))
-    return False
+def _own_store(settings: RunSettings, url: str) -> ExternalStore:
+    others = {
+        f"--rdzv-endpoint={settings.rdzv_endpoint}": settings.rdzv_endpoint is not None,
+        f"--rdzv-backend={_backend(settings)}": settings.rdzv_backend
+        in (RdzvBackend.C10D, RdzvBackend.STATIC),
+        f"--master-addr={settings.master_addr}": settings.master_addr is not None,
+        f"--master-port={settings.master_port}": settings.master_port is not None,
+    }
+    named = [other for other, given in others.items() if given]
+    if named:
+        raise UsageError(
+            f"--store={_shown(settings)}, {', '.join(named)}: want --store alone; "
+            "rank 0's address and port are chosen anew for each World"
+        )
+    return _external(settings, url)
+
+
+def _torchrun_etcd(settings: RunSettings) -> ExternalStore:
+    flag = f"--rdzv-backend={_backend(settings)}"
+    if settings.rdzv_endpoint is None:
+        raise UsageError(f"{flag}: want --rdzv-endpoint HOST:2379 with it; or use --store etcd://HOST:2379")
+    if settings.master_addr is not None or settings.master_port is not None:
+        raise UsageError(f"{flag}: want no --master-addr or --master-port with it; they are for static jobs")
+    for part in settings.rdzv_endpoint.split(","):
+        parse_endpoint(part.strip(), 2379)
+    return _external(settings, etcd_url(settings.rdzv_endpoint, settings.rdzv_conf))
 
 
 def _external(settings: RunSettings, url: str) -> ExternalStore:
     if settings.job_id == NO_JOB_ID:
         raise UsageError(
-            f"{url}: want --job-id NAME, the same on every node: others may use this store too"
+            f"{without_password(url)}: want --job-id NAME with it, the same on every node; "
+            "other jobs may use this store too"
         )
     return ExternalStore(url)
 
 
-def _at_endpoint(settings: RunSettings, endpoint: str) -> Rendezvous:
-    if settings.rdzv_backend in (RdzvBackend.ETCD, RdzvBackend.ETCD_V2):
-        for part in endpoint.split(","):
-            parse_endpoint(part.strip(), 2379)
-        return _external(settings, etcd_url(endpoint, settings.rdzv_conf))
+def _at_endpoint(settings: RunSettings, endpoint: str) -> Embedded | EndpointStore:
     host, port = parse_endpoint(endpoint, C10D_PORT)
+    if settings.master_addr is not None and settings.master_addr.strip("[]") != host:
+        raise UsageError(
+            f"--rdzv-endpoint={endpoint}, --master-addr={settings.master_addr}: want one meeting place; "
+            "leave out --master-addr"
+        )
     if settings.max_nodes == 1 and is_loopback_name(host):
         return Embedded()
     if port == 0:
-        raise UsageError(f"--rdzv-endpoint={endpoint}: want a fixed port, as {host}:{C10D_PORT}: other nodes must find it")
+        raise UsageError(
+            f"--rdzv-endpoint={endpoint}: want a port that the other nodes know, as {host}:{C10D_PORT}"
+        )
     return EndpointStore(host, port, is_host(settings.rdzv_conf))
 
 
-def _static(settings: RunSettings) -> Rendezvous:
+def _static(settings: RunSettings) -> Embedded | Static:
+    if settings.rdzv_endpoint is not None:
+        host, port = parse_endpoint(settings.rdzv_endpoint, STATIC_PORT)
+    else:
+        host = parse_endpoint(_bracketed(settings.master_addr or "127.0.0.1"), 0, "--master-addr")[0]
+        port = STATIC_PORT if settings.master_port is None else settings.master_port
+    if settings.rdzv_backend is RdzvBackend.C10D:
+        raise UsageError(
+            f"--rdzv-backend=c10d, --master-addr={host}: want --rdzv-endpoint {_bracketed(host)}:{C10D_PORT} "
+            "instead of --master-addr and --master-port"
+        )
+    if settings.max_nodes == 1:
+        return Embedded() if port == 0 else Static(host, port, 0)
+    _check_static_nodes(settings, host, port)
+    return Static(host, port, settings.node_rank or 0)
+
+
+def _check_static_nodes(settings: RunSettings, host: str, port: int) -> None:
     if settings.is_elastic:
         raise UsageError(
             f"--nnodes={_nnodes(settings)}: want a fixed number of nodes with --master-addr; "
             "use --store or --rdzv-backend c10d for a job that grows and shrinks"
         )
-    if settings.rdzv_backend is RdzvBackend.C10D:
+    if settings.master_addr is None and settings.rdzv_endpoint is None:
+        raise UsageError(f"--master-port={port}: want --master-addr HOST with it, where node rank 0 runs")
+    if port == 0:
+        raise UsageError(f"--master-port=0: want a port that the other nodes know, as {STATIC_PORT}")
+    if settings.node_rank is None:
         raise UsageError(
-            f"--rdzv-backend=c10d: want --rdzv-endpoint {settings.master_addr or 'HOST'}:{C10D_PORT} "
-            "instead of --master-addr and --master-port"
+            f"--master-addr={host}: want --node-rank N with it, another on each of the "
+            f"{settings.max_nodes} nodes, 0 on {host}"
         )
-    if settings.rdzv_endpoint is not None:
-        host, port = parse_endpoint(settings.rdzv_endpoint, STATIC_PORT)
-    else:
-        host, port = parse_endpoint(
-            _bracketed(settings.master_addr or "127.0.0.1"), settings.master_port or STATIC_PORT, "--master-addr"
-        )
-    if settings.max_nodes > 1 and settings.node_rank is None:
-        raise UsageError(f"--master-addr={host}: want --node-rank N on each of the {settings.max_nodes} nodes, 0 on {host}")
-    if settings.max_nodes > 1 and settings.max_restarts > 0:
+    if settings.max_restarts > 0:
         raise UsageError(
-            f"--max-restarts={settings.max_restarts}: want 0 with --master-addr on several nodes, which have no store "
-            "to agree on a restart; use --store or --rdzv-backend c10d"
+            f"--max-restarts={settings.max_restarts}: want 0 with --master-addr on several nodes: "
+            "without a store they cannot agree on a restart; use --store or --rdzv-backend c10d"
         )
-    return Static(host, port, settings.node_rank or 0)
+
+
+def _is_remote(endpoint: str | None) -> bool:
+    return endpoint is not None and not is_loopback_name(parse_endpoint(_bracketed(endpoint), 0)[0])
 
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
+
+
+def _shown(settings: RunSettings) -> str:
+    return without_password(settings.store or "")
+
+
+def _backend(settings: RunSettings) -> str:
+    return settings.rdzv_backend.value if settings.rdzv_backend else ""
 
 
 def _nnodes(settings: RunSettings) -> str:

@@ -13,8 +13,19 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from baguarun.errors import UsageError
+from baguarun.launcher import rdzv_conf
+from baguarun.launcher.binding import BindingPolicy
+from baguarun.launcher.command_line import (
+    CommandLine,
+    Given,
+    is_digits,
+    read_command_line,
+    read_environment,
+)
+from baguarun.launcher.options import OPTIONS
 
 NO_JOB_ID = "none"
 """torchrun's name for a job that got none; fine as long as the job has its store to itself."""
@@ -44,17 +55,9 @@ class RdzvBackend(enum.Enum):
     STATIC = "static"
 
 
-class BindPolicy(enum.Enum):
-    """Which CPUs a worker may use."""
-
-    NODE = "node"
-    EXCLUSIVE = "exclusive"
-    NONE = "none"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """One node's part in a job. Checked when made; an impossible value raises `UsageError` naming its flag."""
+    """One node's part in a job. Checked when made: an impossible value is a `UsageError` naming its flag."""
 
     script: str
     """Script, module or program, as given."""
@@ -65,9 +68,9 @@ class RunSettings:
     python: str = sys.executable
     """Interpreter for the workers; `$PYTHON_EXEC` if set, as in torchrun."""
 
-    nproc_per_node: int | str = 1
+    nproc_per_node: str = "1"
     """Workers on this node: a number, or `gpu`, `cpu`, `auto` to be resolved by `binding.resolve_slots`."""
-    bind: BindPolicy = BindPolicy.NODE
+    bind: BindingPolicy = BindingPolicy.NUMA
     """CPUs that workers are kept on; no effect on a machine with one NUMA node."""
     algorithm: str | None = None
     """Handed to workers as BAGUARUN_ALGORITHM; None leaves it to the script."""
@@ -122,8 +125,8 @@ class RunSettings:
     """Streams to files and console, torchrun's notation: 0-3, or `local_rank:0-3` joined by commas."""
     redirects: str = "0"
     """Streams to files only, same notation."""
-    local_ranks_filter: frozenset[int] | None = None
-    """Local ranks shown on the console; None shows all. Files are not affected."""
+    local_ranks_filter: str = ""
+    """Local ranks shown on the console, joined by commas; empty shows all. Files are not affected."""
     metrics_port: int | None = None
     """Port of the Prometheus endpoint, 0 for any; None serves none."""
 
@@ -136,7 +139,9 @@ class RunSettings:
         self._check_times()
         self._check_output()
         if self.elastic is ElasticMode.IN_PLACE:
-            raise UsageError("--elastic=in-place: not yet: workers cannot be resized in place; use --elastic restart")
+            raise UsageError(
+                "--elastic=in-place: not yet: workers cannot be resized in place; use --elastic restart"
+            )
 
     def _check_sizes(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -145,7 +150,7 @@ class RunSettings:
                 "write the fewest nodes first, as --nnodes 1:4"
             )
         slots = self.nproc_per_node
-        if slots not in ("gpu", "cpu", "auto") and not (isinstance(slots, int) and slots >= 1):
+        if slots not in ("gpu", "cpu", "auto") and not (is_digits(slots) and int(slots) >= 1):
             raise UsageError(f"--nproc-per-node={slots}: want a number from 1, or gpu, cpu or auto")
         if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
             raise UsageError(
@@ -153,7 +158,9 @@ class RunSettings:
                 "give --nnodes too, or another rank"
             )
         if self.max_restarts < 0:
-            raise UsageError(f"--max-restarts={self.max_restarts}: want 0 or more; 0 ends the job at its first failure")
+            raise UsageError(
+                f"--max-restarts={self.max_restarts}: want 0 or more; 0 ends the job at its first failure"
+            )
 
     def _check_names(self) -> None:
         _want_word("--job-id", self.job_id)
@@ -163,8 +170,13 @@ class RunSettings:
             raise UsageError(
                 f"--algorithm={self.algorithm}: want a name in lower case, as gradient_allreduce or bytegrad"
             )
-        if self.store is not None and not re.match(r"etcds?://[^/]", self.store):
-            raise UsageError(f"--store={self.store}: want etcd://host:port[,host:port], or etcds:// for TLS")
+        if self.store is not None:
+            from baguarun.elastic.membership.store_url import StoreUrl
+
+            try:
+                StoreUrl.parse(self.store, password=self.store_password)
+            except UsageError as error:
+                raise UsageError(f"--store: {error}") from error
 
     def _check_times(self) -> None:
         # 2 s is the shortest lease that etcd grants.
@@ -179,9 +191,13 @@ class RunSettings:
                     f"{flag}={value}: want 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
                     "or one per local rank, as 0:3,1:2"
                 )
-        for flag, port, least in (("--master-port", self.master_port, 0), ("--metrics-port", self.metrics_port, 0)):
-            if port is not None and not least <= port <= 65535:
-                raise UsageError(f"{flag}={port}: want a port, {least} to 65535")
+        if self.local_ranks_filter and not re.fullmatch(r"\d+(,\d+)*", self.local_ranks_filter):
+            raise UsageError(
+                f"--local-ranks-filter={self.local_ranks_filter}: want local ranks joined by commas, as 0,1"
+            )
+        for flag, port in (("--master-port", self.master_port), ("--metrics-port", self.metrics_port)):
+            if port is not None and not 0 <= port <= 65535:
+                raise UsageError(f"{flag}={port}: want a port, 0 to 65535")
 
     @property
     def is_elastic(self) -> bool:
@@ -189,11 +205,177 @@ class RunSettings:
         return self.min_nodes < self.max_nodes
 
 
+@dataclass(frozen=True)
+class RunRequest:
+    """A command line understood: the settings, and what to tell the user about them."""
+
+    settings: RunSettings
+    notices: tuple[str, ...]
+    """One line for each option that was given and has no effect here."""
+    given: Mapping[str, Given]
+    """Options that were given, by name, with where each came from."""
+
+
+def read_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunRequest | None:
+    """What follows `baguarun run`, merged with the environment; None when help was asked for."""
+    environ = dict(os.environ if environ is None else environ)
+    line = read_command_line(argv)
+    if line.help_wanted:
+        return None
+    given = {**read_environment(environ), **line.given}
+    try:
+        notices = _answer_foreign_options(given)
+        settings = RunSettings(**_merge(given, line, environ))
+    except UsageError as error:
+        raise UsageError(with_sources(str(error), given)) from error
+    return RunRequest(settings, (*notices, *rdzv_conf.no_effect_notices(settings.rdzv_conf)), given)
+
+
+def with_sources(message: str, given: Mapping[str, Given]) -> str:
+    """The message, and for every flag in it that was set by a variable the name of that variable."""
+    named = set(re.findall(r"--[a-z-]+", message))
+    variables = [
+        f"{option.flag} is set by {given[option.name].source}"
+        for option in OPTIONS
+        if option.flag in named and option.name in given and given[option.name].source != option.flag
+    ]
+    return f"{message} ({', '.join(variables)})" if variables else message
+
+
+def without_password(url: str) -> str:
+    """A store URL as it may be shown."""
+    scheme, separator, rest = url.partition("://")
+    login, at, tail = rest.rpartition("@")
+    return f"{scheme}{separator}{login.partition(':')[0]}{at}{tail}"
+
+
+def _answer_foreign_options(given: Mapping[str, Given]) -> list[str]:
+    """Refuse what torchrun offers and this does not; a notice for each option without effect."""
+    notices = []
+    for option in OPTIONS:
+        value = given.get(option.name)
+        if value is None:
+            continue
+        if option.refusal and not (option.harmless and value.text == option.harmless):
+            raise UsageError(f"{value.source}: {option.refusal}")
+        if option.no_effect:
+            notices.append(f"{value.source} has no effect: {option.no_effect}")
+    return notices
+
+
+def _merge(given: Mapping[str, Given], line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Constructor arguments of `RunSettings`: what was given, the rest left to its defaults."""
+    if line.script is None:
+        raise UsageError(
+            "no script: want baguarun run [options] SCRIPT [its arguments]; see baguarun run --help"
+        )
+    values: dict[str, Any] = {
+        "script": line.script,
+        "script_args": line.script_args,
+        "command_kind": _command_kind(given),
+        "environ": environ,
+        "node_name": given["node-name"].text if "node-name" in given else socket.gethostname(),
+    }
+    if environ.get("PYTHON_EXEC"):
+        values["python"] = environ["PYTHON_EXEC"]
+    values["store_password"] = environ.get("BAGUARUN_STORE_PASSWORD") or None
+    values["etcd_binary"] = environ.get("BAGUARUN_ETCD") or None
+    for name in _TEXTS:
+        if name in given:
+            values[name.replace("-", "_")] = given[name].text
+    for name in _NUMBERS:
+        if name in given:
+            values[name.replace("-", "_")] = given[name].integer()
+    for name in _SECONDS:
+        if name in given:
+            values[name.replace("-", "_") + "_s"] = given[name].seconds()
+    for name, kind in _CHOICES.items():
+        if name in given:
+            values[name.replace("-", "_")] = given[name].choice(kind)
+    values["standalone"] = "standalone" in given
+    if "bind" in given:
+        values["bind"] = _binding(given["bind"])
+    if "nnodes" in given:
+        values["min_nodes"], values["max_nodes"] = _node_range(given["nnodes"])
+    _merge_rdzv_conf(values, given)
+    if "job_id" not in values and values.get("max_nodes", 1) == 1:
+        values["job_id"] = f"run-{os.urandom(4).hex()}"
+    return values
+
+
+_TEXTS = (
+    "nproc-per-node",
+    "algorithm",
+    "role",
+    "job-id",
+    "store",
+    "rdzv-endpoint",
+    "master-addr",
+    "local-addr",
+    "log-dir",
+    "tee",
+    "redirects",
+    "local-ranks-filter",
+)
+_NUMBERS = ("master-port", "node-rank", "max-restarts", "metrics-port")
+_SECONDS = ("detect-timeout", "join-timeout", "shutdown-timeout")
+_CHOICES: Mapping[str, type[enum.Enum]] = {
+    "elastic": ElasticMode,
+    "rdzv-backend": RdzvBackend,
+}
+
+
+def _command_kind(given: Mapping[str, Given]) -> CommandKind:
+    if "no-python" not in given:
+        return CommandKind.MODULE if "module" in given else CommandKind.SCRIPT
+    for other in ("module", "run-path"):
+        if other in given:
+            raise UsageError(
+                f"--no-python, --{other}: want one of them; --no-python starts the program itself"
+            )
+    return CommandKind.PROGRAM
+
+
+def _binding(value: Given) -> BindingPolicy:
+    """`node`, as torchrun calls it, or `none`; torchrun's finer policies are not built."""
+    policies = {"node": BindingPolicy.NUMA, "none": BindingPolicy.NONE}
+    if value.text not in policies:
+        raise UsageError(
+            f"{value.source}={value.text}: want {' or '.join(policies)}; others are not built yet"
+        )
+    return policies[value.text]
+
+
+def _merge_rdzv_conf(values: dict[str, Any], given: Mapping[str, Given]) -> None:
+    if "rdzv-conf" not in given:
+        return
+    for_etcd = values.get("rdzv_backend") in (RdzvBackend.ETCD, RdzvBackend.ETCD_V2)
+    conf = rdzv_conf.parse_rdzv_conf(given["rdzv-conf"].text, for_etcd=for_etcd)
+    values["rdzv_conf"] = conf
+    for name, seconds in (
+        ("join_timeout_s", rdzv_conf.join_timeout_s(conf)),
+        ("detect_timeout_s", rdzv_conf.detect_timeout_s(conf)),
+    ):
+        if seconds is not None and values.setdefault(name, seconds) != seconds:
+            flag = "--" + name.removesuffix("_s").replace("_", "-")
+            raise UsageError(
+                f"{flag}={values[name]:g}, --rdzv-conf={given['rdzv-conf'].text}: "
+                f"want one of them; the latter means {seconds:g} s"
+            )
+
+
+def _node_range(value: Given) -> tuple[int, int]:
+    low, colon, high = value.text.partition(":")
+    if not is_digits(low) or (colon and not is_digits(high)):
+        raise UsageError(f"{value.source}={value.text}: want a number of nodes N, or MIN:MAX")
+    return int(low), int(high) if colon else int(low)
+
+
 def _want_word(flag: str, value: str) -> None:
     """Names go into store keys, paths and line prefixes: one word that is hostile to none of them."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=-]{0,127}", value):
         raise UsageError(
-            f"{flag}={value}: want 1 to 128 letters, digits or any of _.:@+=- that start with a letter, digit or _"
+            f"{flag}={value}: want 1 to 128 letters, digits or _.:@+=-, the first a letter, digit or _"
         )
 
 

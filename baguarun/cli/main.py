@@ -1,0 +1,57 @@
+"""The `baguarun` command: picks the subcommand, turns errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from baguarun import __version__
+from baguarun.errors import BaguarunError, UsageError
+
+COMMANDS = {"run": "start a training script on one node or on several"}
+
+_HELP = """\
+usage: baguarun COMMAND ...
+
+{commands}
+
+  baguarun COMMAND --help    the options of a command
+  baguarun --version         the version"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line given (`sys.argv` by default); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except BaguarunError as error:
+        print(f"baguarun: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("baguarun: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP.format(commands="\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())))
+        return 0 if words else UsageError.exit_code
+    if words[0] == "--version":
+        print(f"baguarun {__version__}")
+        return 0
+    if words[0] == "run":
+        from baguarun.cli import run
+
+        return run.main(words[1:])
+    raise UsageError(_unknown(words))
+
+
+def _unknown(words: Sequence[str]) -> str:
+    from baguarun.launcher.command_line import nearest
+
+    first = words[0]
+    if first.startswith("-") or "." in first or "/" in first:
+        import shlex
+
+        return f"{first}: want a command first; to start a script: baguarun run {shlex.join(words)}"
+    return f"{first}: unknown command; want {', '.join(COMMANDS)}{nearest(first, list(COMMANDS))}"

@@ -1,0 +1,50 @@
+"""What must be equal on all nodes of a job, as one line and as a digest of it."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+
+from baguarun.elastic.membership.job import JobSpec
+from baguarun.launcher.settings import CommandKind, RunSettings
+
+
+def job_spec(settings: RunSettings) -> JobSpec:
+    """Command, number of nodes, restarts, mode and algorithm.
+
+    Workers per node, paths and addresses may differ; the script is compared by the words given.
+    """
+    return JobSpec(
+        job_id=settings.job_id,
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+        max_restarts=settings.max_restarts,
+        digest=hashlib.sha256(_canonical(settings).encode()).hexdigest()[:32],
+        summary=_summary(settings),
+    )
+
+
+def _canonical(settings: RunSettings) -> str:
+    parts = (
+        settings.command_kind.value,
+        settings.script,
+        settings.script_args,
+        settings.min_nodes,
+        settings.max_nodes,
+        settings.max_restarts,
+        settings.elastic.value,
+        settings.algorithm,
+    )
+    return repr(parts)
+
+
+def _summary(settings: RunSettings) -> str:
+    prefix = {CommandKind.SCRIPT: [], CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"]}
+    command = shlex.join([*prefix[settings.command_kind], settings.script, *settings.script_args])
+    # A line of a message, not a record: the digest decides.
+    command = command if len(command) <= 200 else command[:197] + "..."
+    algorithm = f" --algorithm {settings.algorithm}" if settings.algorithm else ""
+    return (
+        f"--nnodes {settings.min_nodes}:{settings.max_nodes} --max-restarts {settings.max_restarts} "
+        f"--elastic {settings.elastic.value}{algorithm} {command}"
+    )
