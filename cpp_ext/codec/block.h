@@ -5,7 +5,6 @@
 // Nothing here depends on contraction: no product is added to anything unless it is exact.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
 #include "codec.h"
@@ -61,6 +60,13 @@ BAGUARUN_HOST_DEVICE inline size_t payloadOffset(size_t numel, size_t block) {
   return blockCount(numel) * sizeof(Header) + block * kBlockElems;
 }
 
+// To the nearest integer, ties to even, for |x| < 2^31. Not rintf, which is a library call on plain x86-64;
+// in double, so that the sum cannot be contracted with the fp32 product that x may be.
+BAGUARUN_HOST_DEVICE inline float roundedToEven(float x) {
+  const double units = static_cast<double>(x) + 0x1.8p52;
+  return static_cast<float>(units - 0x1.8p52);
+}
+
 // Steps 1 to 4 of codec.h. `mn` and `mx` are the extremes of the block, NaN left out; `nan` says whether
 // there was one.
 BAGUARUN_HOST_DEVICE inline Grid gridOf(float mn, float mx, bool nan) {
@@ -71,7 +77,7 @@ BAGUARUN_HOST_DEVICE inline Grid gridOf(float mn, float mx, bool nan) {
   const float scale = floatOf((bitsOf(step) + 0xffu) & ~0xffu);
   const float inv = 1.0f / scale;
   // Adding zero turns -0 into +0. The product of an 8-bit and a 16-bit number is exact.
-  const float base = spansZero ? rintf(mn * inv) * scale + 0.0f : mn;
+  const float base = spansZero ? roundedToEven(mn * inv) * scale + 0.0f : mn;
   return {{base, scale}, inv};
 }
 

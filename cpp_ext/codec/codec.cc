@@ -71,13 +71,19 @@ Pointer* advance(Pointer* start, size_t bytes) {
   return static_cast<Pointer*>(static_cast<Byte*>(start) + bytes);
 }
 
-// Calls `work(first number, how many)` for every block.
-template <class Work>
-void forEachBlock(size_t numel, Work work) {
-  for (size_t block = 0; block < blockCount(numel); ++block) {
-    work(block * kBlockElems, blockLength(numel, block));
-  }
-}
+// One block of a chunk of `numel` numbers: `n` numbers, beginning with number `first`.
+struct Span {
+  size_t block;
+  size_t first;
+  size_t n;
+};
+
+Span spanOf(size_t numel, size_t block) { return {block, block * kBlockElems, blockLength(numel, block)}; }
+
+// Room for one block in fp32.
+struct alignas(64) Wide {
+  float numbers[kBlockElems];
+};
 
 void convert(const CpuPath& path, DType from, const void* src, DType to, size_t numel, void* dst) {
   if (from == to) {
@@ -87,70 +93,88 @@ void convert(const CpuPath& path, DType from, const void* src, DType to, size_t 
   } else if (to == DType::f32) {
     path.widen(from, src, numel, static_cast<float*>(dst));
   } else {
-    forEachBlock(numel, [&](size_t first, size_t n) {
-      alignas(64) float wide[kBlockElems];
-      path.widen(from, advance(src, first * sizeOf(from)), n, wide);
-      path.narrow(to, wide, n, advance(dst, first * sizeOf(to)));
-    });
+    for (size_t block = 0; block < blockCount(numel); ++block) {
+      const Span at = spanOf(numel, block);
+      Wide wide;
+      path.widen(from, advance(src, at.first * sizeOf(from)), at.n, wide.numbers);
+      path.narrow(to, wide.numbers, at.n, advance(dst, at.first * sizeOf(to)));
+    }
   }
 }
 
-Header* headerAt(void* chunk, size_t first) { return static_cast<Header*>(chunk) + first / kBlockElems; }
-
-uint8_t* payloadAt(void* chunk, size_t numel, size_t first) {
-  return static_cast<uint8_t*>(chunk) + payloadOffset(numel, first / kBlockElems);
+// Encodes the blocks that `numbersOf(span, room)` yields, in `room` or elsewhere. Always one block ahead: the
+// extremes and the two divisions of the next grid then cost no time of their own.
+template <class NumbersOf>
+void encodeBlocks(const CpuPath& path, size_t numel, void* dst, NumbersOf numbersOf) {
+  Wide room[2];
+  Span at = spanOf(numel, 0);
+  const float* numbers = numbersOf(at, room[0].numbers);
+  Grid grid = path.measure(numbers, at.n);
+  for (size_t block = 1; block <= blockCount(numel); ++block) {
+    const Span thisAt = at;
+    const float* const theseNumbers = numbers;
+    const Grid thisGrid = grid;
+    if (block < blockCount(numel)) {
+      at = spanOf(numel, block);
+      numbers = numbersOf(at, room[block % 2].numbers);
+      grid = path.measure(numbers, at.n);
+    }
+    std::memcpy(static_cast<Header*>(dst) + thisAt.block, &thisGrid.header, sizeof(Header));
+    path.quantise(theseNumbers, thisAt.n, thisGrid,
+                  static_cast<uint8_t*>(dst) + payloadOffset(numel, thisAt.block));
+  }
 }
 
 void encodeMinMax8(const CpuPath& path, DType dtype, const void* src, size_t numel, void* dst) {
-  forEachBlock(numel, [&](size_t first, size_t n) {
-    alignas(64) float wide[kBlockElems];
-    const void* numbers = advance(src, first * sizeOf(dtype));
-    if (dtype != DType::f32) path.widen(dtype, numbers, n, wide);
-    path.encodeBlock(dtype == DType::f32 ? static_cast<const float*>(numbers) : wide, n, headerAt(dst, first),
-                     payloadAt(dst, numel, first));
-  });
-}
-
-void decodeMinMax8(const CpuPath& path, DType dtype, const void* src, size_t numel, void* dst) {
-  forEachBlock(numel, [&](size_t first, size_t n) {
-    alignas(64) float wide[kBlockElems];
-    Header header;
-    std::memcpy(&header, static_cast<const Header*>(src) + first / kBlockElems, sizeof header);
-    const uint8_t* q = static_cast<const uint8_t*>(src) + payloadOffset(numel, first / kBlockElems);
-    void* numbers = advance(dst, first * sizeOf(dtype));
-    path.decodeBlock(header, q, n, dtype == DType::f32 ? static_cast<float*>(numbers) : wide);
-    if (dtype != DType::f32) path.narrow(dtype, wide, n, numbers);
+  encodeBlocks(path, numel, dst, [&](Span at, float* room) -> const float* {
+    const void* numbers = advance(src, at.first * sizeOf(dtype));
+    if (dtype == DType::f32) return static_cast<const float*>(numbers);
+    path.widen(dtype, numbers, at.n, room);
+    return room;
   });
 }
 
 void reduceMinMax8(const CpuPath& path, Sum sum, size_t numel, void* dst) {
-  forEachBlock(numel, [&](size_t first, size_t n) {
-    alignas(64) float wide[kBlockElems];
-    path.sumBlocks(sum, {numel, first / kBlockElems}, wide);
-    path.encodeBlock(wide, n, headerAt(dst, first), payloadAt(dst, numel, first));
+  encodeBlocks(path, numel, dst, [&](Span at, float* room) -> const float* {
+    path.sumBlocks(sum, {numel, at.block}, room);
+    return room;
+  });
+}
+
+// Writes the blocks that `fill(span, destination)` computes as numbers of `dtype`.
+template <class Fill>
+void writeBlocks(const CpuPath& path, DType dtype, size_t numel, void* dst, Fill fill) {
+  for (size_t block = 0; block < blockCount(numel); ++block) {
+    const Span at = spanOf(numel, block);
+    void* numbers = advance(dst, at.first * sizeOf(dtype));
+    if (dtype == DType::f32) {
+      fill(at, static_cast<float*>(numbers));
+      continue;
+    }
+    Wide wide;
+    fill(at, wide.numbers);
+    path.narrow(dtype, wide.numbers, at.n, numbers);
+  }
+}
+
+void decodeMinMax8(const CpuPath& path, DType dtype, const void* src, size_t numel, void* dst) {
+  writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) {
+    Header header;
+    std::memcpy(&header, static_cast<const Header*>(src) + at.block, sizeof header);
+    path.decodeBlock(header, static_cast<const uint8_t*>(src) + payloadOffset(numel, at.block), at.n,
+                     numbers);
   });
 }
 
 void reduceMinMax8To(const CpuPath& path, DType dtype, Sum sum, size_t numel, void* dst) {
-  forEachBlock(numel, [&](size_t first, size_t n) {
-    alignas(64) float wide[kBlockElems];
-    void* numbers = advance(dst, first * sizeOf(dtype));
-    path.sumBlocks(sum, {numel, first / kBlockElems},
-                   dtype == DType::f32 ? static_cast<float*>(numbers) : wide);
-    if (dtype != DType::f32) path.narrow(dtype, wide, n, numbers);
+  writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) {
+    path.sumBlocks(sum, {numel, at.block}, numbers);
   });
 }
 
 void reducePlain(const CpuPath& path, DType from, DType to, Sum sum, size_t numel, void* dst) {
-  if (to == DType::f32) {
-    path.sumNumbers(from, sum, 0, numel, static_cast<float*>(dst));
-    return;
-  }
-  forEachBlock(numel, [&](size_t first, size_t n) {
-    alignas(64) float wide[kBlockElems];
-    path.sumNumbers(from, sum, first, n, wide);
-    path.narrow(to, wide, n, advance(dst, first * sizeOf(to)));
-  });
+  writeBlocks(path, to, numel, dst,
+              [&](Span at, float* numbers) { path.sumNumbers(from, sum, at.first, at.n, numbers); });
 }
 
 void checkReduction(const char* function, const void* const* src, size_t count) {

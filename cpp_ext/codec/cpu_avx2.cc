@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "cpu_path.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx2,fma,f16c")]]
@@ -101,7 +103,8 @@ const CpuPath kAvx2Path = {
     .usable = usable,
     .widen = widen,
     .narrow = narrow,
-    .encodeBlock = encodeBlock,
+    .measure = measure,
+    .quantise = quantise,
     .decodeBlock = decodeBlock,
     .sumNumbers = sumNumbers,
     .sumBlocks = sumBlocks,

@@ -6,6 +6,8 @@
 #endif
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "cpu_path.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]]
@@ -92,7 +94,8 @@ const CpuPath kAvx512Path = {
     .usable = usable,
     .widen = widen,
     .narrow = narrow,
-    .encodeBlock = encodeBlock,
+    .measure = measure,
+    .quantise = quantise,
     .decodeBlock = decodeBlock,
     .sumNumbers = sumNumbers,
     .sumBlocks = sumBlocks,

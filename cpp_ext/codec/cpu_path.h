@@ -28,8 +28,10 @@ struct CpuPath {
   void (*widen)(DType from, const void* src, size_t n, float* dst);
   void (*narrow)(DType to, const float* src, size_t n, void* dst);
 
-  // 1 <= n <= kBlockElems.
-  void (*encodeBlock)(const float* src, size_t n, Header* header, uint8_t* q);
+  // One block, 1 <= n <= kBlockElems: its grid, then its bytes. Two steps, so that codec.cc can measure the
+  // next block while the grid of this one is still being computed.
+  Grid (*measure)(const float* src, size_t n);
+  void (*quantise)(const float* src, size_t n, Grid grid, uint8_t* q);
   void (*decodeBlock)(Header header, const uint8_t* q, size_t n, float* dst);
 
   // The sum of `n` numbers of `dtype`, beginning with number `first` of each source.

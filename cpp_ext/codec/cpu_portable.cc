@@ -1,6 +1,7 @@
 // The portable path: plain C++, for every CPU without a path of its own, and the text to check the others
 // against.
 #include <algorithm>
+#include <cmath>
 
 #include "cpu_path.h"
 
@@ -45,7 +46,7 @@ void narrow(DType to, const float* src, size_t n, void* dst) {
   }
 }
 
-void encodeBlock(const float* src, size_t n, Header* header, uint8_t* q) {
+Grid measure(const float* src, size_t n) {
   float mn = INFINITY;
   float mx = -INFINITY;
   bool nan = false;
@@ -54,14 +55,16 @@ void encodeBlock(const float* src, size_t n, Header* header, uint8_t* q) {
     mx = src[i] > mx ? src[i] : mx;
     nan |= src[i] != src[i];
   }
-  const Grid grid = gridOf(mn, mx, nan);
-  std::memcpy(header, &grid.header, sizeof grid.header);
+  return gridOf(mn, mx, nan);
+}
+
+void quantise(const float* src, size_t n, Grid grid, uint8_t* q) {
   if (grid.inv == 0.0f) {
     std::memset(q, 0, n);
     return;
   }
   for (size_t i = 0; i < n; ++i) {
-    const float level = std::rint((src[i] - grid.header.base) * grid.inv);
+    const float level = roundedToEven((src[i] - grid.header.base) * grid.inv);
     q[i] = static_cast<uint8_t>(std::clamp(level, 0.0f, 255.0f));
   }
 }
@@ -107,7 +110,8 @@ const CpuPath kPortablePath = {
     .usable = [] { return true; },
     .widen = widen,
     .narrow = narrow,
-    .encodeBlock = encodeBlock,
+    .measure = measure,
+    .quantise = quantise,
     .decodeBlock = decodeBlock,
     .sumNumbers = sumNumbers,
     .sumBlocks = sumBlocks,
