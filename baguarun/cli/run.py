@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for notice in check(request):
         print(f"baguarun: {notice}", file=sys.stderr)
-    from baguarun.launcher.agent import run_job
+    from baguarun.launcher.run import run_job
 
     return run_job(request.settings)
 

@@ -1,0 +1,225 @@
+"""One node's part in a job: turns what membership says into workers started and stopped, and back.
+
+The loop is thin. What the job should do next is decided in `elastic.membership`; how processes are started,
+stopped and read is in `workers`, `keeper` and `logs`. Nothing here blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from baguarun.contract import Failure, World
+from baguarun.elastic.membership.events import (
+    Expelled,
+    Finished,
+    MembershipEvent,
+    Prepare,
+    Start,
+    StoreBack,
+    StoreLost,
+    Waiting,
+)
+from baguarun.elastic.membership.session import Session
+from baguarun.errors import JobFailedError
+from baguarun.launcher.addresses import free_port
+from baguarun.launcher.local_workers import LocalWorkers
+from baguarun.launcher.meeting import Meeting
+from baguarun.launcher.metrics import AgentStatus
+
+_GIVE_UP_S = 60.0
+"""A node without workers and without a store has nothing left to wait for after this."""
+_LEAVE_S = 3.0
+"""How long a polite leave tries to reach the store before it goes without a word."""
+_FOR_EVER_S = 1e9
+_ALONE_S = 10.0
+"""How long the node that serves the store waits for the others to read the outcome."""
+
+
+class JobOverError(JobFailedError):
+    """The whole job failed; `failure` is what every agent prints last, if a worker was the cause."""
+
+    def __init__(self, finished: Finished) -> None:
+        super().__init__(finished.reason, finished.exit_code)
+        self.failure: Failure | None = finished.failure
+
+
+class Agent:
+    """One node of a job that meets in a store. Threads: one event loop."""
+
+    def __init__(
+        self,
+        workers: LocalWorkers,
+        status: AgentStatus,
+        say: Callable[[str], None],
+        *,
+        shutdown_timeout_s: float,
+    ) -> None:
+        self._workers = workers
+        self._status = status
+        self._say = say
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._watch: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None]
+        self._store_lost_since: float | None = None
+        self._finished: Finished | None = None
+
+    async def run(self, session: Session, meeting: Meeting, signals: asyncio.Queue[int]) -> int:
+        """Take part until the job is over or a signal says to leave; returns the exit code of the process.
+
+        Raises `JobOverError` when the job failed, and whatever the session refuses with.
+        """
+        member = asyncio.create_task(session.run(), name="session")
+        follow = asyncio.create_task(self._follow(session), name="follow")
+        give_up = asyncio.create_task(self._give_up_without_store(), name="give up")
+        signalled = asyncio.create_task(signals.get(), name="signals")
+        tasks: tuple[asyncio.Task[Any], ...] = (member, follow, give_up, signalled)
+        self._broken = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((*tasks, self._broken), return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done():
+                return await self._leave(session, meeting, signalled.result(), signals)
+            for ended in (self._broken, give_up, follow, member):
+                if ended.done():
+                    ended.result()
+            await asyncio.gather(follow, member)
+            return await self._end(session, meeting)
+        finally:
+            self._stop_watching()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, session: Session) -> None:
+        async for event in session.events:
+            await self._act(session, event)
+
+    async def _act(self, session: Session, event: MembershipEvent) -> None:
+        match event:
+            case Prepare(generation, reason):
+                if generation > 1:
+                    self._say(f"baguarun: generation {generation}: {reason}")
+                await self._stop_workers(self._shutdown_timeout_s)
+                await session.acknowledge(generation, free_port())
+            case Start(world):
+                await self._start_workers(session, world)
+            case Finished():
+                self._finished = event
+                await self._stop_workers(self._shutdown_timeout_s)
+            case Waiting(reason):
+                self._say(f"baguarun: waiting: {reason}")
+            case StoreLost():
+                self._store_lost_since = time.monotonic()
+                self._status.store_up = False
+                self._say("baguarun: the store does not answer; membership is paused, the workers go on")
+            case StoreBack():
+                self._store_lost_since = None
+                self._status.store_up = True
+                self._say("baguarun: the store answers again")
+            case Expelled(reason):
+                self._say(f"baguarun: {reason}; stopping the workers and joining again")
+                # No grace: the others went on without us; a late checkpoint of ours would overwrite theirs.
+                await self._stop_workers(0.0)
+
+    async def _start_workers(self, session: Session, world: World) -> None:
+        if world.num_nodes > 1 or world.generation > 1:
+            last = world.first_rank + world.local_world_size - 1
+            self._say(
+                f"baguarun: generation {world.generation}: {world.num_nodes} nodes, "
+                f"{world.world_size} workers; this is node {world.node_rank}, "
+                f"ranks {world.first_rank} to {last}"
+            )
+        await self._workers.start(world)
+        self._status.enter(world.generation, world.world_size, time.monotonic())
+        self._status.workers_running = world.local_world_size
+        self._status.restarts_total = world.restart_count
+        self._watch = asyncio.create_task(self._watch_workers(session, world), name="watch")
+        self._watch.add_done_callback(self._watch_ended)
+
+    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """A watch that breaks (the keeper was killed) ends the agent: it is blind from here on."""
+        if not watch.cancelled() and (error := watch.exception()) and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _watch_workers(self, session: Session, world: World) -> None:
+        result = await self._workers.wait()
+        self._status.workers_running = 0
+        if result.failure is None:
+            await session.report_done(world.generation)
+        else:
+            self._say(f"baguarun: {result.failure.summary()}")
+            await session.report_failure(result.failure, retry_free=result.port_in_use)
+
+    async def _stop_workers(self, grace_s: float) -> None:
+        self._stop_watching()
+        await self._workers.stop(grace_s)
+        self._status.workers_running = 0
+
+    def _stop_watching(self) -> None:
+        """What becomes of the workers from here on is our own doing and nobody's failure."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    async def _give_up_without_store(self) -> None:
+        """Returns never; raises when neither workers nor a store are left to wait for."""
+        idle_since: float | None = None
+        while True:
+            await asyncio.sleep(1.0)
+            busy = self._store_lost_since is None or self._status.workers_running > 0
+            idle_since = None if busy else idle_since or time.monotonic()
+            if idle_since is not None and time.monotonic() - idle_since > _GIVE_UP_S:
+                raise JobFailedError(
+                    f"the store has not answered for {_GIVE_UP_S:.0f} s and no worker is left running "
+                    "on this node; start the job again when the store is back"
+                )
+
+    async def _leave(
+        self, session: Session, meeting: Meeting, signum: int, signals: asyncio.Queue[int]
+    ) -> int:
+        """Tell the others, let the workers save what they want to save, and go."""
+        name = signal.Signals(signum).name
+        self._say(
+            f"baguarun: {name}: stopping the workers and leaving the job (once more: kill them at once)"
+        )
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(session.leave(name), _LEAVE_S)
+        self._stop_watching()
+        hurried = await stop_or_hurry(self._workers, self._shutdown_timeout_s, signals)
+        if meeting.serves_others and not hurried:
+            self._say(
+                "baguarun: this node serves the job's store: "
+                "staying until the others are done (once more: go)"
+            )
+            alone = asyncio.create_task(session.wait_until_alone(_FOR_EVER_S))
+            again = asyncio.create_task(signals.get())
+            await asyncio.wait((alone, again), return_when=asyncio.FIRST_COMPLETED)
+            alone.cancel()
+            again.cancel()
+        return 128 + signum
+
+    async def _end(self, session: Session, meeting: Meeting) -> int:
+        finished = self._finished
+        if finished is None:
+            raise RuntimeError("the session ended without an outcome")
+        if meeting.serves_others:
+            await session.wait_until_alone(_ALONE_S)
+        if not finished.success:
+            raise JobOverError(finished)
+        return finished.exit_code
+
+
+async def stop_or_hurry(workers: LocalWorkers, grace_s: float, signals: asyncio.Queue[int]) -> bool:
+    """Stop the workers; a second signal meanwhile kills them at once. Returns whether there was one."""
+    stop = asyncio.create_task(workers.stop(grace_s))
+    hurry = asyncio.create_task(signals.get())
+    await asyncio.wait((stop, hurry), return_when=asyncio.FIRST_COMPLETED)
+    if hurried := hurry.done():
+        await workers.stop(0.0)
+    await stop
+    hurry.cancel()
+    return hurried

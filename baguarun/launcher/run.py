@@ -1,0 +1,178 @@
+"""`baguarun run`: one node's part in a job, from settings to exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+
+from baguarun.contract import Failure
+from baguarun.elastic.membership.events import Finished
+from baguarun.elastic.membership.job import NodeOffer
+from baguarun.elastic.membership.settings import MembershipSettings
+from baguarun.errors import JobFailedError
+from baguarun.launcher.addresses import node_address
+from baguarun.launcher.agent import Agent, JobOverError, stop_or_hurry
+from baguarun.launcher.binding import BindingPlan, plan_binding, read_topology, resolve_slots
+from baguarun.launcher.failure import format_report
+from baguarun.launcher.jobspec import job_spec
+from baguarun.launcher.keeper import Keeper
+from baguarun.launcher.local_workers import LocalWorkers
+from baguarun.launcher.logs import Logs, LogSettings
+from baguarun.launcher.meeting import Meeting
+from baguarun.launcher.metrics import AgentStatus, MetricsServer
+from baguarun.launcher.rendezvous import (
+    Embedded,
+    EndpointStore,
+    ExternalStore,
+    Rendezvous,
+    Static,
+    choose_rendezvous,
+)
+from baguarun.launcher.settings import RunSettings
+from baguarun.launcher.static import static_world
+
+
+def run_job(settings: RunSettings) -> int:
+    """Run this node's workers until the job is over; returns the first failing worker's exit code, else 0.
+
+    Raises `UsageError` or `SetupError` before anything is started that would have to be ended.
+    """
+    rendezvous = choose_rendezvous(settings)
+    slots = resolve_slots(settings.nproc_per_node, settings.environ)
+    logs = Logs(
+        LogSettings.from_flags(
+            log_dir=settings.log_dir,
+            redirects=settings.redirects,
+            tee=settings.tee,
+            local_ranks_filter=settings.local_ranks_filter,
+        ),
+        job_id=settings.job_id,
+        node=settings.node_name,
+    )
+    # Before threads and grpc exist: the keeper must stay small and single-threaded.
+    keeper = Keeper.fork()
+    return asyncio.run(_Node(settings, rendezvous, slots, keeper, logs).run())
+
+
+class _Node:
+    """Owns everything that must be ended again, in the order in which it must be."""
+
+    def __init__(
+        self, settings: RunSettings, rendezvous: Rendezvous, slots: int, keeper: Keeper, logs: Logs
+    ) -> None:
+        self._settings = settings
+        self._rendezvous = rendezvous
+        self._slots = slots
+        self._keeper = keeper
+        self._logs = logs
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
+        self._status = AgentStatus(job_id=settings.job_id, node=settings.node_name)
+
+    async def run(self) -> int:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(signum, self._signals.put_nowait, signum)
+        metrics = MetricsServer(self._status)
+        workers: LocalWorkers | None = None
+        try:
+            if self._settings.metrics_port is not None:
+                port = await metrics.start(self._settings.metrics_port)
+                self._logs.say(f"baguarun: metrics at http://127.0.0.1:{port}/metrics")
+            workers = LocalWorkers(self._settings, self._binding(), self._keeper, self._logs)
+            if isinstance(self._rendezvous, Static):
+                return await self._run_static(workers)
+            return await self._run_member(workers, self._rendezvous)
+        except JobFailedError as error:
+            self._report(error, getattr(error, "failure", None))
+            return error.exit_code
+        finally:
+            if workers is not None:
+                await workers.stop(0.0)
+                workers.close()
+            await metrics.close()
+            await self._keeper.close()
+            await self._logs.close()
+
+    async def _run_member(
+        self, workers: LocalWorkers, place: Embedded | ExternalStore | EndpointStore
+    ) -> int:
+        meeting = Meeting(place, self._settings, self._logs.say)
+        try:
+            meeting.start()
+            if meeting.etcd_pid is not None:
+                self._keeper.spare(meeting.etcd_pid)
+            # Imported while etcd starts: the client library costs a tenth of a second.
+            from baguarun.elastic.membership.session import Session
+
+            store = await meeting.open()
+            session = Session(
+                store, job_spec(self._settings), self._offer(place), self._membership_settings()
+            )
+            agent = Agent(
+                workers, self._status, self._logs.say, shutdown_timeout_s=self._settings.shutdown_timeout_s
+            )
+            return await agent.run(session, meeting, self._signals)
+        finally:
+            await meeting.close()
+
+    def _binding(self) -> BindingPlan:
+        environ = self._settings.environ
+        plan = plan_binding(self._slots, read_topology(environ), self._settings.bind, environ)
+        for notice in plan.notices:
+            self._logs.say(f"baguarun: {notice}")
+        return plan
+
+    def _offer(self, place: Embedded | ExternalStore | EndpointStore) -> NodeOffer:
+        settings = self._settings
+        return NodeOffer(
+            node_id=f"{settings.node_name}-{os.getpid()}-{os.urandom(3).hex()}",
+            name=settings.node_name,
+            address=node_address(settings, place),
+            slots=self._slots,
+            node_rank=settings.node_rank,
+        )
+
+    def _membership_settings(self) -> MembershipSettings:
+        return MembershipSettings(
+            detect_timeout_s=self._settings.detect_timeout_s, join_timeout_s=self._settings.join_timeout_s
+        )
+
+    def _report(self, error: JobFailedError, failure: Failure | None) -> None:
+        """The last words of every agent: who failed first in the whole cluster."""
+        if failure is not None:
+            self._logs.say(format_report(failure, self._settings.job_id).rstrip("\n"))
+        self._logs.say(f"baguarun: the job failed: {error}")
+
+    async def _run_static(self, workers: LocalWorkers) -> int:
+        """No store and no membership: the World is what the flags say, restarts are this node's alone."""
+        max_restarts = self._settings.max_restarts
+        for restart_count in itertools.count():
+            world = static_world(self._settings, self._slots, restart_count=restart_count)
+            await workers.start(world)
+            self._status.enter(world.generation, world.world_size, time.monotonic())
+            self._status.workers_running = world.local_world_size
+            self._status.restarts_total = restart_count
+            ended = asyncio.create_task(workers.wait())
+            signalled = asyncio.create_task(self._signals.get())
+            await asyncio.wait((ended, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done():
+                ended.cancel()
+                return await self._stop_for(signalled.result(), workers)
+            signalled.cancel()
+            failure = ended.result().failure
+            await workers.stop(self._settings.shutdown_timeout_s if failure else 0.0)
+            if failure is None:
+                return 0
+            if restart_count == max_restarts:
+                reason = f"a worker failed after {restart_count} of {max_restarts} restarts"
+                raise JobOverError(Finished(False, failure, reason, failure.process_exit_code))
+            self._logs.say(f"baguarun: {failure.summary()}; restart {restart_count + 1} of {max_restarts}")
+        raise AssertionError("a job restarts or ends")
+
+    async def _stop_for(self, signum: int, workers: LocalWorkers) -> int:
+        name = signal.Signals(signum).name
+        self._logs.say(f"baguarun: {name}: stopping the workers (once more: kill them at once)")
+        await stop_or_hurry(workers, self._settings.shutdown_timeout_s, self._signals)
+        return 128 + signum
