@@ -73,9 +73,8 @@ class Meeting:
             await self._etcd.wait_ready()
             for warning in self._etcd.warnings:
                 self._say(f"baguarun: warning: {warning}")
-            url = StoreUrl(endpoints=(self._etcd.endpoint,))
             self._store = await EtcdStore.open(
-                url, timeout_s=_OPEN_TIMEOUT_S, ping_interval_s=_PRIVATE_PING_S
+                self._etcd.url, timeout_s=_OPEN_TIMEOUT_S, ping_interval_s=PING_INTERVAL_S
             )
         elif isinstance(self._rendezvous, EndpointStore):
             url = StoreUrl(endpoints=(HostPort(self._rendezvous.host, self._rendezvous.port),))
