@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cpu_path.h"
-#include "cuda.h"
+#include "codec_cuda.h"
 
 namespace baguarun::codec {
 namespace {
