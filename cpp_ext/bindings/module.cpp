@@ -1,0 +1,153 @@
+// Python module baguarun._C: the engine, and the codecs for tests. Nothing is decided here.
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "codec/codec.h"
+#include "engine/engine.h"
+#include "engine/errors.h"
+
+namespace py = pybind11;
+
+namespace baguarun::bindings {
+
+namespace {
+
+using engine::CommunicationFailure;
+using engine::Engine;
+using engine::EngineSettings;
+using engine::EngineStats;
+using engine::NamedParameter;
+using engine::OperationKind;
+using engine::OperationSpec;
+using engine::UsageFailure;
+
+void bindErrors() {
+  const py::module_ errors = py::module_::import("baguarun.errors");
+  // Kept for ever: exceptions may be raised as long as the process lives.
+  UsageFailure::pythonType() = errors.attr("UsageError").cast<py::object>().release().ptr();
+  CommunicationFailure::pythonType() = errors.attr("CommunicationError").cast<py::object>().release().ptr();
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (torch::PyTorchError& error) {
+      PyErr_SetString(error.python_type(), error.what());
+    }
+  });
+}
+
+// Where a codec call on `tensor` runs: the CPU, or the current stream of its device.
+codec::Exec execOf(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) {
+    return {codec::Device::cpu, nullptr};
+  }
+  const c10::impl::VirtualGuardImpl device(tensor.device().type());
+  return {codec::Device::cuda, device.getStream(tensor.device()).native_handle()};
+}
+
+at::Tensor encode(const at::Tensor& values, codec::Wire wire) {
+  const at::Tensor plain = values.contiguous();
+  const auto numElements = static_cast<size_t>(plain.numel());
+  const auto bytes = static_cast<int64_t>(codec::encodedBytes(wire, numElements));
+  at::Tensor chunk = at::zeros({bytes}, plain.options().dtype(at::kByte));
+  codec::encode(execOf(plain), wire, engine::codecType(plain.scalar_type()), plain.const_data_ptr(), numElements,
+                chunk.mutable_data_ptr());
+  return chunk;
+}
+
+at::Tensor decode(const at::Tensor& chunk, codec::Wire wire, int64_t numElements, at::ScalarType dtype) {
+  at::Tensor values = at::empty({numElements}, chunk.options().dtype(dtype));
+  codec::decode(execOf(chunk), wire, engine::codecType(dtype), chunk.const_data_ptr(),
+                static_cast<size_t>(numElements), values.mutable_data_ptr());
+  return values;
+}
+
+at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale, int64_t numElements) {
+  at::Tensor result = at::zeros_like(chunks.at(0));
+  std::vector<const void*> sources;
+  sources.reserve(chunks.size());
+  for (const at::Tensor& chunk : chunks) {
+    sources.push_back(chunk.const_data_ptr());
+  }
+  codec::reduceEncode(execOf(result), wire, sources.data(), sources.size(), static_cast<float>(scale),
+                      static_cast<size_t>(numElements), result.mutable_data_ptr());
+  return result;
+}
+
+void bindCodec(py::module_& module) {
+  py::enum_<codec::Wire>(module, "Wire")
+      .value("F32", codec::Wire::f32)
+      .value("F16", codec::Wire::f16)
+      .value("BF16", codec::Wire::bf16)
+      .value("MINMAX8", codec::Wire::minmax8);
+  module.def("cpu_path", &codec::cpuPath);
+  module.def("encoded_bytes", &codec::encodedBytes, py::arg("wire"), py::arg("num_elements"));
+  module.def("encode", &encode, py::arg("values"), py::arg("wire"));
+  module.def("decode", &decode, py::arg("chunk"), py::arg("wire"), py::arg("num_elements"), py::arg("dtype"));
+  module.def("reduce_encode", &reduceEncode, py::arg("chunks"), py::arg("wire"), py::arg("scale"),
+             py::arg("num_elements"));
+}
+
+void bindOperations(py::module_& module) {
+  py::enum_<OperationKind>(module, "OperationKind")
+      .value("ALL_REDUCE", OperationKind::kAllReduce)
+      .value("SCATTER_REDUCE_GATHER", OperationKind::kScatterReduceGather);
+  py::class_<OperationSpec>(module, "OperationSpec")
+      .def(py::init<OperationKind, codec::Wire, bool>(), py::kw_only(), py::arg("kind"), py::arg("wire"),
+           py::arg("average"))
+      .def_readonly("kind", &OperationSpec::kind)
+      .def_readonly("wire", &OperationSpec::wire)
+      .def_readonly("average", &OperationSpec::average);
+}
+
+std::shared_ptr<Engine> makeEngine(const std::vector<std::tuple<std::string, at::Tensor, OperationSpec>>& parameters,
+                                   const engine::Group& group, const EngineSettings& settings) {
+  std::vector<NamedParameter> named;
+  named.reserve(parameters.size());
+  for (const auto& [name, tensor, operation] : parameters) {
+    named.push_back({name, tensor, operation});
+  }
+  return Engine::create(std::move(named), group, settings);
+}
+
+void bindEngine(py::module_& module) {
+  const auto withoutGil = py::call_guard<py::gil_scoped_release>();
+  py::class_<EngineSettings>(module, "EngineSettings")
+      .def(py::init([](size_t bucketBytes, size_t firstBucketBytes, bool findUnused, bool staticGraph) {
+             return EngineSettings{{bucketBytes, firstBucketBytes}, findUnused, staticGraph};
+           }),
+           py::kw_only(), py::arg("bucket_bytes"), py::arg("first_bucket_bytes"), py::arg("find_unused"),
+           py::arg("static_graph"));
+  py::class_<EngineStats>(module, "EngineStats")
+      .def_readonly("steps", &EngineStats::steps)
+      .def_readonly("bytes_sent", &EngineStats::bytesSent)
+      .def_readonly("buckets", &EngineStats::buckets)
+      .def_readonly("exposed_wait_s", &EngineStats::exposedWaitSeconds);
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+      .def(py::init(&makeEngine), py::arg("parameters"), py::arg("group"), py::arg("settings"), withoutGil)
+      .def("before_forward", &Engine::beforeForward, withoutGil)
+      .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
+      .def("after_local_forward", &Engine::afterLocalForward, withoutGil)
+      .def("needs_outputs", &Engine::needsOutputs)
+      .def("stats", &Engine::stats, withoutGil)
+      .def("plan", &Engine::plan, withoutGil);
+}
+
+}  // namespace
+
+}  // namespace baguarun::bindings
+
+PYBIND11_MODULE(_C, module) {
+  using namespace baguarun;
+  bindings::bindErrors();
+  bindings::bindCodec(module);
+  bindings::bindOperations(module);
+  bindings::bindEngine(module);
+  module.def(
+      "broadcast_coalesced",
+      [](const engine::Group& group, const std::vector<at::Tensor>& tensors, size_t bufferBytes) {
+        c10d::broadcast_coalesced(group, tensors, bufferBytes, 0);
+      },
+      py::arg("group"), py::arg("tensors"), py::arg("buffer_bytes"), py::call_guard<py::gil_scoped_release>(),
+      "Overwrites `tensors` with those of rank 0, gathered by type into buffers of about `buffer_bytes`.");
+}

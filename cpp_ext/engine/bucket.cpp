@@ -1,0 +1,39 @@
+#include "engine/bucket.h"
+
+#include <ATen/ops/as_strided.h>
+
+#include "engine/errors.h"
+
+namespace baguarun::engine {
+
+bool isPlain(codec::Wire wire, at::ScalarType dtype) {
+  switch (wire) {
+    case codec::Wire::f32:
+      return dtype == at::kFloat;
+    case codec::Wire::f16:
+      return dtype == at::kHalf;
+    case codec::Wire::bf16:
+      return dtype == at::kBFloat16;
+    case codec::Wire::minmax8:
+      return false;
+  }
+  return false;
+}
+
+codec::DType codecType(at::ScalarType dtype) {
+  if (dtype == at::kFloat) return codec::DType::f32;
+  if (dtype == at::kHalf) return codec::DType::f16;
+  if (dtype == at::kBFloat16) return codec::DType::bf16;
+  throw UsageFailure(std::string("gradients of type ") + c10::toString(dtype) +
+                     " have no codec; want float32, float16 or bfloat16");
+}
+
+at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset) {
+  const auto start = static_cast<int64_t>(offset);
+  if (parameter.is_non_overlapping_and_dense()) {
+    return flat.as_strided(parameter.sizes(), parameter.strides(), start);
+  }
+  return flat.narrow(0, start, parameter.numel()).view(parameter.sizes());
+}
+
+}  // namespace baguarun::engine

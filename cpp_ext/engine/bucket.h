@@ -1,0 +1,51 @@
+// A bucket: one flat buffer that holds the gradients of several parameters, and what is done with it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+
+namespace baguarun::engine {
+
+enum class OperationKind {
+  // The backend's own all-reduce, in the gradient's type.
+  kAllReduce,
+  // Every rank receives its chunk from all others, reduces it in rank order in fp32, and sends the result to all.
+  kScatterReduceGather,
+};
+
+// What is done with a bucket. An algorithm in Python chooses one per dtype.
+struct OperationSpec {
+  OperationKind kind = OperationKind::kAllReduce;
+  // What travels; read by kScatterReduceGather only.
+  codec::Wire wire = codec::Wire::f32;
+  // Divide the sum by the number of ranks.
+  bool average = true;
+};
+
+struct Bucket {
+  size_t index = 0;
+  // Names of the first and last parameter and the size, for messages.
+  std::string label;
+  // One-dimensional; every gradient is a view of it. Parameters are packed without gaps.
+  at::Tensor flat;
+  OperationSpec operation;
+  std::vector<size_t> parameters;
+  // Gradients still missing in this round.
+  size_t pending = 0;
+};
+
+// True if c10d bytes of this dtype and wire are the gradient itself: nothing to encode.
+bool isPlain(codec::Wire wire, at::ScalarType dtype);
+
+// The codec's word for a dtype; UsageFailure for a dtype that is not coded (float64, integers).
+codec::DType codecType(at::ScalarType dtype);
+
+// The place of `parameter`'s gradient in `flat` at `offset`, with the parameter's strides if it is dense.
+at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset);
+
+}  // namespace baguarun::engine

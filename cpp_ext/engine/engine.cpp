@@ -1,0 +1,477 @@
+#include "engine/engine.h"
+
+#include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+
+#include "engine/errors.h"
+
+namespace baguarun::engine {
+
+namespace {
+
+// Parameters named in one message.
+constexpr size_t kMaxNamed = 20;
+// Above this a copy is worth several threads, if torch has them.
+constexpr size_t kParallelCopyBytes = size_t{1} << 20;
+
+std::string sizeText(size_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.2f MB", static_cast<double>(bytes) / 1e6);
+  return text;
+}
+
+void copyOnHost(const at::Tensor& from, const at::Tensor& into) {
+  const size_t bytes = into.nbytes();
+  if (from.strides() == into.strides() && (bytes < kParallelCopyBytes || at::get_num_threads() == 1)) {
+    std::memcpy(into.data_ptr(), from.data_ptr(), bytes);
+  } else {
+    into.copy_(from);
+  }
+}
+
+}  // namespace
+
+// Runs after the gradient of one parameter has been accumulated.
+class Engine::ReadyHook final : public torch::autograd::FunctionPostHook {
+ public:
+  ReadyHook(Engine* engine, size_t index) : engine_(engine), index_(index) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list& /*inputs*/) override {
+    engine_->onGradient(index_);
+    return outputs;
+  }
+
+ private:
+  // The engine removes its hooks when it goes.
+  Engine* engine_;
+  size_t index_;
+};
+
+std::shared_ptr<Engine> Engine::create(std::vector<NamedParameter> parameters, Group group, EngineSettings settings) {
+  std::shared_ptr<Engine> engine(new Engine(std::move(parameters), std::move(group), settings));
+  engine->installHooks();
+  return engine;
+}
+
+Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings)
+    : group_(std::move(group)),
+      settings_(settings),
+      device_(parameters.at(0).tensor.device()),
+      learning_(settings.staticGraph) {
+  for (NamedParameter& parameter : parameters) {
+    Parameter& added = parameters_.emplace_back();
+    added.name = std::move(parameter.name);
+    added.tensor = std::move(parameter.tensor);
+    added.operation = parameter.operation;
+  }
+  usedHere_ = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
+  usedAnywhere_ = at::zeros_like(usedHere_, usedHere_.options().device(device_));
+  hookCounts_.resize(parameters_.size());
+  // Gradients usually come in the reverse of the order in which layers were registered.
+  std::vector<size_t> order(parameters_.size());
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  buildBuckets(order);
+}
+
+Engine::~Engine() {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.hookKey != 0) {
+      parameter.accumulator->del_post_hook(parameter.hookKey);
+    }
+  }
+}
+
+void Engine::installHooks() {
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    Parameter& parameter = parameters_[index];
+    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
+    indexOfAccumulator_[parameter.accumulator.get()] = index;
+    parameter.hookKey = parameter.accumulator->add_post_hook(std::make_unique<ReadyHook>(this, index));
+  }
+}
+
+void Engine::buildBuckets(const std::vector<size_t>& order) {
+  const at::NoGradGuard noGrad;
+  std::vector<PlanItem> items;
+  for (const Parameter& parameter : parameters_) {
+    items.push_back({parameter.tensor.nbytes(), static_cast<uint32_t>(parameter.tensor.scalar_type())});
+  }
+  // The old schedule reads the old buckets.
+  schedule_.reset();
+  buckets_.clear();
+  const auto plan = planBuckets(items, order, settings_.limits);
+  for (const std::vector<size_t>& members : plan) {
+    Bucket& bucket = buckets_.emplace_back();
+    bucket.index = buckets_.size() - 1;
+    bucket.parameters = members;
+    bucket.operation = parameters_[members.front()].operation;
+    int64_t numElements = 0;
+    for (const size_t index : members) {
+      numElements += parameters_[index].tensor.numel();
+    }
+    bucket.flat = at::zeros({numElements}, parameters_[members.front()].tensor.options().requires_grad(false));
+    bucket.label = std::to_string(bucket.index) + " of " + std::to_string(plan.size()) + " (" +
+                   parameters_[members.front()].name + " to " + parameters_[members.back()].name + ", " +
+                   sizeText(bucket.flat.nbytes()) + ")";
+    size_t offset = 0;
+    for (const size_t index : members) {
+      Parameter& parameter = parameters_[index];
+      parameter.bucket = bucket.index;
+      parameter.view = gradientView(bucket.flat, parameter.tensor, offset);
+      offset += static_cast<size_t>(parameter.tensor.numel());
+    }
+  }
+  schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_) : makeStreamSchedule(group_, buckets_);
+  stats_.buckets = buckets_.size();
+}
+
+void Engine::adoptObservedOrder() {
+  const at::NoGradGuard noGrad;
+  orderAdopted_ = true;
+  const std::vector<int64_t> observed(observedOrder_.begin(), observedOrder_.end());
+  std::vector<at::Tensor> order{at::tensor(observed, at::kLong).to(device_)};
+  c10d::BroadcastOptions fromRankZero;
+  fromRankZero.rootRank = 0;
+  try {
+    group_->broadcast(order, fromRankZero)->wait();
+  } catch (const std::exception& error) {
+    throw CommunicationFailure(std::string("agreeing on the order of buckets with rank 0: ") + error.what());
+  }
+  const at::Tensor agreed = order[0].cpu();
+  const int64_t* values = agreed.const_data_ptr<int64_t>();
+  buildBuckets(std::vector<size_t>(values, values + agreed.numel()));
+}
+
+void Engine::beforeForward() {
+  const std::scoped_lock lock(mutex_);
+  if (running_) {
+    throwIfMissing();
+    // The backward pass raised: what it launched still ends, then all is as before it.
+    schedule_->finish();
+    resetRound();
+  }
+  if (!orderAdopted_ && observedOrder_.size() == parameters_.size()) {
+    adoptObservedOrder();
+  }
+}
+
+void Engine::afterForward(const std::vector<at::Tensor>& outputs) {
+  const std::scoped_lock lock(mutex_);
+  const bool firstSinceRound = consumed_;
+  armed_ = consumed_ ? 1 : armed_ + 1;
+  consumed_ = false;
+  if (learning_) {
+    watchOutputs(outputs);
+  } else if (settings_.findUnused && !settings_.staticGraph) {
+    if (firstSinceRound) {
+      unused_.clear();
+    }
+    std::vector<size_t> before = std::move(unused_);
+    unused_.clear();
+    findUnused(outputs);
+    if (!firstSinceRound) {
+      // One backward may serve several forwards: unused is what none of them reaches.
+      std::vector<size_t> common;
+      std::set_intersection(before.begin(), before.end(), unused_.begin(), unused_.end(), std::back_inserter(common));
+      unused_ = std::move(common);
+    }
+  }
+}
+
+void Engine::afterLocalForward() {
+  const std::scoped_lock lock(mutex_);
+  if (consumed_) {
+    armed_ = 0;
+  }
+}
+
+bool Engine::needsOutputs() const { return settings_.findUnused || settings_.staticGraph; }
+
+EngineStats Engine::stats() {
+  const std::scoped_lock lock(mutex_);
+  return stats_;
+}
+
+std::vector<std::vector<size_t>> Engine::plan() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::vector<size_t>> plan;
+  for (const Bucket& bucket : buckets_) {
+    plan.push_back(bucket.parameters);
+  }
+  return plan;
+}
+
+void Engine::throwIfMissing() {
+  if (endedTasks_ < graphTasks_.size()) {
+    return;
+  }
+  std::string names;
+  size_t missing = 0;
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (!parameters_[index].ready && ++missing <= kMaxNamed) {
+      names += (names.empty() ? "" : ", ") + describe(index);
+    }
+  }
+  if (missing > kMaxNamed) {
+    names += " and " + std::to_string(missing - kMaxNamed) + " more";
+  }
+  throw UsageFailure("the last backward pass gave no gradient to " + std::to_string(missing) + " of " +
+                     std::to_string(parameters_.size()) + " parameters: " + names +
+                     ". Every output of forward must take part in the loss; if some parameters are unused on "
+                     "purpose, pass find_unused_parameters=True");
+}
+
+void Engine::findUnused(const std::vector<at::Tensor>& outputs) {
+  using torch::autograd::Node;
+  std::vector<bool> reached(parameters_.size(), false);
+  std::unordered_set<const Node*> seen;
+  std::vector<Node*> stack;
+  const auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      stack.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad()) {
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+    }
+  }
+  while (!stack.empty()) {
+    Node* node = stack.back();
+    stack.pop_back();
+    if (const auto found = indexOfAccumulator_.find(node); found != indexOfAccumulator_.end()) {
+      reached[found->second] = true;
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (!reached[index]) {
+      unused_.push_back(index);
+    }
+  }
+}
+
+// Learning ends with the outermost backward, which is the one that the outputs belong to.
+void Engine::watchOutputs(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) {
+      continue;
+    }
+    output.register_hook([weak = weak_from_this()](const at::Tensor& /*gradient*/) {
+      const std::shared_ptr<Engine> self = weak.lock();
+      if (!self) {
+        return;
+      }
+      const std::scoped_lock lock(self->mutex_);
+      if (self->learning_ && !self->learningQueued_) {
+        self->learningQueued_ = true;
+        torch::autograd::Engine::get_default_engine().queue_callback([self] { self->endLearning(); });
+      }
+    });
+  }
+}
+
+void Engine::onGradient(size_t index) {
+  const std::scoped_lock lock(mutex_);
+  if (parameters_[index].tensor.grad().defined()) {
+    usedHere_.mutable_data_ptr<int32_t>()[index] = 1;
+  }
+  if (armed_ == 0) {
+    return;
+  }
+  if (!running_) {
+    beginRound();
+  }
+  watchGraphTask();
+  if (learning_) {
+    ++hookCounts_[index];
+    observedOrder_.push_back(index);
+    return;
+  }
+  Parameter& parameter = parameters_[index];
+  if (parameter.ready) {
+    throw UsageFailure("parameter " + describe(index) +
+                       " got a second gradient in one backward pass. Either it is used in several re-entrant "
+                       "checkpoints (use_reentrant=False or static_graph=True), or it takes part in the loss although "
+                       "the outputs of forward do not lead to it");
+  }
+  if (--parameter.hooksLeft == 0) {
+    if (!orderAdopted_) {
+      observedOrder_.push_back(index);
+    }
+    markReady(index);
+    launchFullBuckets();
+  }
+}
+
+void Engine::beginRound() {
+  running_ = true;
+  ++round_;
+  nextBucket_ = 0;
+  for (Bucket& bucket : buckets_) {
+    bucket.pending = bucket.parameters.size();
+  }
+  for (Parameter& parameter : parameters_) {
+    parameter.ready = false;
+    parameter.hooksLeft = parameter.hooksPerRound;
+  }
+  if (!orderAdopted_) {
+    observedOrder_.clear();
+  }
+  if (learning_) {
+    std::fill(hookCounts_.begin(), hookCounts_.end(), 0);
+  } else {
+    for (const size_t index : unused_) {
+      markReady(index);
+    }
+  }
+}
+
+// A backward that raises never runs its callbacks; that is how beforeForward tells it from one that left gradients out.
+void Engine::watchGraphTask() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (graphTasks_.insert(task).second) {
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), round = round_] {
+      if (const std::shared_ptr<Engine> self = weak.lock()) {
+        const std::scoped_lock lock(self->mutex_);
+        self->endedTasks_ += self->round_ == round ? 1 : 0;
+      }
+    });
+  }
+}
+
+void Engine::markReady(size_t index) {
+  Parameter& parameter = parameters_[index];
+  store(parameter, index);
+  parameter.ready = true;
+  --buckets_[parameter.bucket].pending;
+}
+
+// Moves the gradient into its place in the bucket and makes `grad` a view of it.
+void Engine::store(Parameter& parameter, size_t index) {
+  at::Tensor& gradient = parameter.tensor.mutable_grad();
+  const at::Tensor& view = parameter.view;
+  if (!gradient.defined()) {
+    const at::NoGradGuard noGrad;
+    view.zero_();
+    unstored_.push_back(index);
+  } else if (!gradient.is_same(view)) {
+    if (gradient.layout() != at::kStrided) {
+      throw UsageFailure("parameter " + describe(index) + " has a sparse gradient; want a dense one (sparse=False)");
+    }
+    if (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes() ||
+        gradient.device() != view.device()) {
+      throw UsageFailure("parameter " + describe(index) + " was " + c10::toString(view.scalar_type()) + " " +
+                         c10::str(view.sizes()) + " on " + view.device().str() + " when it was wrapped, its gradient is " +
+                         c10::toString(gradient.scalar_type()) + " " + c10::str(gradient.sizes()) + " on " +
+                         gradient.device().str() + "; wrap the model again after changing it");
+    }
+    const at::NoGradGuard noGrad;
+    if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {
+      device_.is_cpu() ? copyOnHost(gradient, view) : static_cast<void>(view.copy_(gradient, /*non_blocking=*/true));
+    }
+    gradient = view;
+  }
+  schedule_->stored(parameter.bucket);
+}
+
+void Engine::launchFullBuckets() {
+  while (nextBucket_ < buckets_.size() && buckets_[nextBucket_].pending == 0) {
+    schedule_->launch(nextBucket_, round_);
+    ++nextBucket_;
+  }
+  if (nextBucket_ < buckets_.size()) {
+    return;
+  }
+  if (agreesOnUsed()) {
+    usedAnywhere_.copy_(usedHere_);
+    schedule_->launchFlags(usedAnywhere_, round_);
+  }
+  if (!learning_) {
+    torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+      const std::scoped_lock lock(self->mutex_);
+      self->finishRound();
+    });
+  }
+}
+
+void Engine::endLearning() {
+  const std::scoped_lock lock(mutex_);
+  learningQueued_ = false;
+  // The order of the last hooks, then whatever got none.
+  std::vector<bool> listed(parameters_.size(), false);
+  std::vector<size_t> reversed;
+  for (auto index = observedOrder_.rbegin(); index != observedOrder_.rend(); ++index) {
+    if (!listed[*index]) {
+      listed[*index] = true;
+      reversed.push_back(*index);
+    }
+  }
+  observedOrder_.assign(reversed.rbegin(), reversed.rend());
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    parameters_[index].hooksPerRound = hookCounts_[index];
+    if (!listed[index]) {
+      observedOrder_.push_back(index);
+      unused_.push_back(index);
+    }
+    markReady(index);
+  }
+  launchFullBuckets();
+  finishRound();
+  learning_ = false;
+}
+
+void Engine::finishRound() {
+  const auto start = std::chrono::steady_clock::now();
+  schedule_->finish();
+  stats_.exposedWaitSeconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  stats_.steps += 1;
+  stats_.bytesSent += schedule_->bytesPerRound();
+  adoptUnstored();
+  resetRound();
+  armed_ -= 1;
+  consumed_ = true;
+}
+
+// Parameters without a gradient here get the others' gradient, unless no rank has one.
+void Engine::adoptUnstored() {
+  if (unstored_.empty()) {
+    return;
+  }
+  at::Tensor used;
+  if (needsOutputs()) {
+    used = usedAnywhere_.cpu();
+  }
+  for (const size_t index : unstored_) {
+    if (!used.defined() || used.const_data_ptr<int32_t>()[index] != 0) {
+      parameters_[index].tensor.mutable_grad() = parameters_[index].view;
+    }
+  }
+}
+
+void Engine::resetRound() {
+  running_ = false;
+  graphTasks_.clear();
+  endedTasks_ = 0;
+  unstored_.clear();
+  learningQueued_ = false;
+  const at::NoGradGuard noGrad;
+  usedHere_.zero_();
+}
+
+std::string Engine::describe(size_t index) const {
+  return "'" + parameters_[index].name + "' (index " + std::to_string(index) + ")";
+}
+
+}  // namespace baguarun::engine

@@ -1,0 +1,153 @@
+// The gradient engine: hooks on AccumulateGrad nodes, flat buckets, operations in one fixed order on every rank.
+//
+// A round is one backward pass whose gradients are communicated:
+//   beforeForward  raises what is left to raise of the last round; adopts the observed order of gradients, once
+//   afterForward   the next backward is a round
+//   backward       each hook stores a gradient in its bucket; full buckets are launched in order; at the end of the
+//                  backward the caller waits for all of them
+// Without afterForward (no_sync) hooks leave the gradients alone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/bucket.h"
+#include "engine/plan.h"
+#include "engine/schedule.h"
+
+namespace baguarun::engine {
+
+struct EngineSettings {
+  PlanLimits limits{};
+  // Walk the graph after each forward, so that parameters without a gradient do not hold up their bucket.
+  bool findUnused = false;
+  // The graph is the same in every step: learn from the first round which parameters get gradients, and how often.
+  bool staticGraph = false;
+};
+
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+  OperationSpec operation;
+};
+
+struct EngineStats {
+  uint64_t steps = 0;
+  uint64_t bytesSent = 0;
+  size_t buckets = 0;
+  double exposedWaitSeconds = 0;
+};
+
+// Threads: backward may run on any thread; hooks are serialised by a mutex. All else is called by one thread, outside
+// of backward, without the GIL.
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // `parameters` are on one device and are the same on every rank of `group`, which has at least two.
+  static std::shared_ptr<Engine> create(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Throws UsageFailure if the last round ended with gradients missing, CommunicationFailure if an operation failed.
+  void beforeForward();
+  // Makes the next backward a round. `outputs` are needed with findUnused or staticGraph only.
+  void afterForward(const std::vector<at::Tensor>& outputs);
+  // After a forward under no_sync: the next backward is not a round.
+  void afterLocalForward();
+
+  bool needsOutputs() const;
+  EngineStats stats();
+  // Parameter indices, bucket by bucket, in launch order.
+  std::vector<std::vector<size_t>> plan();
+
+ private:
+  using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    OperationSpec operation;
+    // Strong: the tensor itself holds its accumulator weakly.
+    AccumulatorPtr accumulator;
+    uintptr_t hookKey = 0;
+    // Place in the plan.
+    size_t bucket = 0;
+    at::Tensor view;
+    // In this round: hooks still to come, and whether the gradient has been stored.
+    uint32_t hooksLeft = 1;
+    bool ready = false;
+    // With staticGraph: hooks in every round; 0 for a parameter without a gradient.
+    uint32_t hooksPerRound = 1;
+  };
+
+  class ReadyHook;
+
+  Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
+  void installHooks();
+  void buildBuckets(const std::vector<size_t>& order);
+  void adoptObservedOrder();
+  void throwIfMissing();
+  void findUnused(const std::vector<at::Tensor>& outputs);
+  void watchOutputs(const std::vector<at::Tensor>& outputs);
+
+  void onGradient(size_t index);
+  void beginRound();
+  void watchGraphTask();
+  void markReady(size_t index);
+  void store(Parameter& parameter, size_t index);
+  void launchFullBuckets();
+  void endLearning();
+  void finishRound();
+  void adoptUnstored();
+  void resetRound();
+  bool agreesOnUsed() const { return settings_.findUnused || learning_; }
+  std::string describe(size_t index) const;
+
+  std::vector<Parameter> parameters_;
+  const Group group_;
+  const EngineSettings settings_;
+  const c10::Device device_;
+  std::unordered_map<const torch::autograd::Node*, size_t> indexOfAccumulator_;
+
+  // Guards what follows.
+  std::mutex mutex_;
+  std::vector<Bucket> buckets_;
+  std::unique_ptr<Schedule> schedule_;
+  // Forwards whose backward is still to be a round.
+  uint32_t armed_ = 0;
+  // A round has finished since the last forward.
+  bool consumed_ = true;
+  bool running_ = false;
+  uint32_t round_ = 0;
+  size_t nextBucket_ = 0;
+  // Backward passes (a re-entrant one counts by itself) that took part in this round, and how many of them ended well.
+  std::unordered_set<int> graphTasks_;
+  size_t endedTasks_ = 0;
+  // Parameters in the order of their gradients in the first round.
+  std::vector<size_t> observedOrder_;
+  bool orderAdopted_ = false;
+  // Parameters that the graph does not reach.
+  std::vector<size_t> unused_;
+  // Ready in this round without a gradient here.
+  std::vector<size_t> unstored_;
+  // int32 per parameter, on the host: 1 if it got a gradient here since the last round.
+  at::Tensor usedHere_;
+  // The same on the group's device, after agreement: on any rank.
+  at::Tensor usedAnywhere_;
+  // The first round with staticGraph: hooks are counted, nothing is launched before the backward has ended.
+  bool learning_;
+  bool learningQueued_ = false;
+  std::vector<uint32_t> hookCounts_;
+  EngineStats stats_;
+};
+
+}  // namespace baguarun::engine

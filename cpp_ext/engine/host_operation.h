@@ -1,0 +1,36 @@
+// What happens to one CPU bucket, cut into three stages so that stages of different buckets overlap.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "engine/bucket.h"
+#include "engine/schedule.h"
+
+namespace baguarun::engine {
+
+// Threads: begin, reduce and complete are called in this order, each by its own thread, never two at a time.
+class HostOperation {
+ public:
+  virtual ~HostOperation() = default;
+
+  // Hands this rank's contribution to the network and returns.
+  virtual void begin(uint32_t round) = 0;
+  // Waits for the others' contributions to this rank's chunk, reduces, sends the result.
+  virtual void reduce() = 0;
+  // Waits for all results; the bucket is final when it returns.
+  virtual void complete() = 0;
+  // Ends the waits of the other threads with an error. May be called at any time.
+  virtual void abort() = 0;
+
+  // Bytes sent by this rank in one round.
+  virtual uint64_t bytesPerRound() const = 0;
+};
+
+std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket);
+
+// MAX all-reduce of `flags` in place.
+std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags);
+
+}  // namespace baguarun::engine

@@ -1,0 +1,201 @@
+#include <pthread.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "engine/errors.h"
+#include "engine/host_operation.h"
+#include "engine/schedule.h"
+
+namespace baguarun::engine {
+
+namespace {
+
+// One thread that takes tasks in the order in which they were given.
+//
+// Threads: push and stop from anywhere; `work` runs on the own thread and must not throw.
+class StageThread {
+ public:
+  StageThread(const char* name, std::function<void(size_t)> work)
+      : work_(std::move(work)), thread_([this, name] { run(name); }) {}
+
+  ~StageThread() {
+    {
+      const std::scoped_lock lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_one();
+    thread_.join();
+  }
+
+  StageThread(const StageThread&) = delete;
+  StageThread& operator=(const StageThread&) = delete;
+
+  void push(size_t task) {
+    {
+      const std::scoped_lock lock(mutex_);
+      tasks_.push_back(task);
+    }
+    wake_.notify_one();
+  }
+
+ private:
+  void run(const char* name) {
+    pthread_setname_np(pthread_self(), name);
+    for (;;) {
+      size_t task = 0;
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+        if (tasks_.empty()) {
+          return;
+        }
+        task = tasks_.front();
+        tasks_.pop_front();
+      }
+      work_(task);
+    }
+  }
+
+  std::function<void(size_t)> work_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<size_t> tasks_;
+  bool stopping_ = false;
+  // Last: it runs from the moment it is made.
+  std::thread thread_;
+};
+
+// Buckets pass through three threads: while bucket b waits for the others, b+1 is encoded and sent, and b-1 decoded.
+class HostSchedule final : public Schedule {
+ public:
+  HostSchedule(const Group& group, const std::vector<Bucket>& buckets)
+      : group_(group),
+        round_(0),
+        complete_("bagua-complete", [this](size_t task) { runComplete(task); }),
+        reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
+        begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
+    for (const Bucket& bucket : buckets) {
+      operations_.push_back(makeHostOperation(group, bucket));
+      labels_.push_back("bucket " + bucket.label);
+    }
+    // The last place belongs to the flags.
+    operations_.emplace_back();
+    labels_.emplace_back("agreement on used parameters");
+  }
+
+  ~HostSchedule() override { fail("the engine is being destroyed"); }
+
+  void stored(size_t /*index*/) override {}
+
+  void launch(size_t index, uint32_t round) override {
+    {
+      const std::scoped_lock lock(mutex_);
+      round_ = round;
+      ++launched_;
+    }
+    begin_.push(index);
+  }
+
+  void launchFlags(const at::Tensor& flags, uint32_t round) override {
+    operations_.back() = makeHostFlags(group_, flags);
+    launch(operations_.size() - 1, round);
+  }
+
+  void finish() override {
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return completed_ == launched_; });
+    if (!failure_.empty()) {
+      throw CommunicationFailure(failure_);
+    }
+  }
+
+  uint64_t bytesPerRound() const override {
+    uint64_t bytes = 0;
+    for (const auto& operation : operations_) {
+      bytes += operation ? operation->bytesPerRound() : 0;
+    }
+    return bytes;
+  }
+
+ private:
+  void runBegin(size_t task) {
+    uint32_t round = 0;
+    {
+      const std::scoped_lock lock(mutex_);
+      round = round_;
+    }
+    guarded(task, [&] { operations_[task]->begin(round); });
+    reduce_.push(task);
+  }
+
+  void runReduce(size_t task) {
+    guarded(task, [&] { operations_[task]->reduce(); });
+    complete_.push(task);
+  }
+
+  void runComplete(size_t task) {
+    guarded(task, [&] { operations_[task]->complete(); });
+    {
+      const std::scoped_lock lock(mutex_);
+      ++completed_;
+    }
+    done_.notify_all();
+  }
+
+  // Runs a stage unless something failed before; the first failure is kept and ends the waits of the other stages.
+  template <typename Run>
+  void guarded(size_t task, const Run& run) {
+    {
+      const std::scoped_lock lock(mutex_);
+      if (!failure_.empty()) {
+        return;
+      }
+    }
+    try {
+      run();
+    } catch (const std::exception& error) {
+      fail(labels_[task] + ": " + error.what());
+    }
+  }
+
+  void fail(const std::string& message) {
+    {
+      const std::scoped_lock lock(mutex_);
+      if (!failure_.empty()) {
+        return;
+      }
+      failure_ = message;
+    }
+    for (const auto& operation : operations_) {
+      if (operation) {
+        operation->abort();
+      }
+    }
+  }
+
+  const Group group_;
+  std::vector<std::unique_ptr<HostOperation>> operations_;
+  std::vector<std::string> labels_;
+  std::mutex mutex_;
+  std::condition_variable done_;
+  uint32_t round_;
+  size_t launched_ = 0;
+  size_t completed_ = 0;
+  std::string failure_;
+  // Destroyed first, the giver before the taker.
+  StageThread complete_;
+  StageThread reduce_;
+  StageThread begin_;
+};
+
+}  // namespace
+
+std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets) {
+  return std::make_unique<HostSchedule>(group, buckets);
+}
+
+}  // namespace baguarun::engine

@@ -1,0 +1,67 @@
+#include "engine/plan.h"
+
+#include <algorithm>
+#include <map>
+
+namespace baguarun::engine {
+
+namespace {
+
+// Chunks begin at multiples of this, so that vector loads are aligned wherever the bucket is.
+constexpr size_t kChunkAlignElements = 16;
+
+struct OpenBucket {
+  std::vector<size_t> items;
+  size_t bytes = 0;
+  size_t lastPosition = 0;
+};
+
+}  // namespace
+
+std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items, const std::vector<size_t>& order,
+                                             const PlanLimits& limits) {
+  std::map<uint32_t, OpenBucket> open;
+  std::map<uint32_t, size_t> closedOfKind;
+  std::vector<OpenBucket> closed;
+  const auto close = [&](uint32_t kind, OpenBucket& bucket) {
+    ++closedOfKind[kind];
+    closed.push_back(std::move(bucket));
+    bucket = OpenBucket{};
+  };
+  for (size_t position = 0; position < order.size(); ++position) {
+    const PlanItem& item = items[order[position]];
+    OpenBucket& bucket = open[item.kind];
+    const size_t limit = closedOfKind[item.kind] == 0 ? limits.firstBucketBytes : limits.bucketBytes;
+    if (!bucket.items.empty() && bucket.bytes + item.sizeBytes > limit) {
+      close(item.kind, bucket);
+    }
+    bucket.items.push_back(order[position]);
+    bucket.bytes += item.sizeBytes;
+    bucket.lastPosition = position;
+  }
+  for (auto& [kind, bucket] : open) {
+    if (!bucket.items.empty()) {
+      close(kind, bucket);
+    }
+  }
+  std::sort(closed.begin(), closed.end(), [](const OpenBucket& left, const OpenBucket& right) {
+    return left.lastPosition < right.lastPosition;
+  });
+  std::vector<std::vector<size_t>> plan;
+  plan.reserve(closed.size());
+  for (OpenBucket& bucket : closed) {
+    plan.push_back(std::move(bucket.items));
+  }
+  return plan;
+}
+
+ChunkLayout::ChunkLayout(size_t numElements, size_t numRanks) : numElements_(numElements) {
+  const size_t share = (numElements + numRanks - 1) / numRanks;
+  stride_ = (share + kChunkAlignElements - 1) / kChunkAlignElements * kChunkAlignElements;
+}
+
+size_t ChunkLayout::begin(size_t rank) const { return std::min(rank * stride_, numElements_); }
+
+size_t ChunkLayout::numElements(size_t rank) const { return begin(rank + 1) - begin(rank); }
+
+}  // namespace baguarun::engine

@@ -1,0 +1,42 @@
+// Which gradients share a bucket, and in which order buckets go out. No torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace baguarun::engine {
+
+struct PlanItem {
+  size_t sizeBytes;
+  // Only items of one kind (dtype) share a bucket.
+  uint32_t kind;
+};
+
+struct PlanLimits {
+  size_t bucketBytes;
+  // The first bucket of a kind may be smaller, so that communication starts early.
+  size_t firstBucketBytes;
+};
+
+// Packs items in the order in which their gradients become ready (`order`, a permutation of the items). A bucket
+// closes before it would exceed its limit; an item larger than the limit has a bucket of its own. Buckets are sorted
+// by the position of their last item: the order in which they become full.
+std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items, const std::vector<size_t>& order,
+                                             const PlanLimits& limits);
+
+// How one bucket is dealt out to ranks: equal chunks of `stride` elements, the last ones short or empty.
+class ChunkLayout {
+ public:
+  ChunkLayout(size_t numElements, size_t numRanks);
+
+  size_t begin(size_t rank) const;
+  size_t numElements(size_t rank) const;
+  size_t stride() const { return stride_; }
+
+ private:
+  size_t numElements_;
+  size_t stride_;
+};
+
+}  // namespace baguarun::engine

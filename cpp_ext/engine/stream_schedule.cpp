@@ -1,0 +1,254 @@
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+#include "engine/errors.h"
+#include "engine/plan.h"
+#include "engine/schedule.h"
+
+namespace baguarun::engine {
+
+namespace {
+
+// torch 2.13 renamed two collectives and deprecated the old names; these take whichever this torch has.
+template <typename Pg>
+auto gatherInto(Pg& group, at::Tensor& output, at::Tensor& input) {
+  if constexpr (requires { group.all_gather_single(output, input); }) {
+    return group.all_gather_single(output, input);
+  } else {
+    return group._allgather_base(output, input);
+  }
+}
+
+template <typename Pg>
+auto exchange(Pg& group, at::Tensor& output, at::Tensor& input) {
+  std::vector<int64_t> equalParts;
+  if constexpr (requires { group.all_to_all_single(output, input, equalParts, equalParts); }) {
+    return group.all_to_all_single(output, input, equalParts, equalParts);
+  } else {
+    return group.alltoall_base(output, input, equalParts, equalParts);
+  }
+}
+
+// Makes `stream` the current one of its device for as long as it lives.
+class StreamScope {
+ public:
+  StreamScope(const c10::impl::VirtualGuardImpl& device, c10::Stream stream)
+      : device_(device), previous_(device.exchangeStream(stream)) {}
+  ~StreamScope() { device_.exchangeStream(previous_); }
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  const c10::impl::VirtualGuardImpl& device_;
+  c10::Stream previous_;
+};
+
+// Everything that happens to one bucket, enqueued on the current stream; c10d's waits are waits of that stream.
+class StreamOperation {
+ public:
+  virtual ~StreamOperation() = default;
+  virtual void enqueue(c10::Stream stream) = 0;
+  virtual uint64_t bytesPerRound() const = 0;
+};
+
+class StreamReduce final : public StreamOperation {
+ public:
+  StreamReduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType operation)
+      : group_(group), tensors_{tensor} {
+    options_.reduceOp = operation;
+  }
+
+  void enqueue(c10::Stream /*stream*/) override { group_->allreduce(tensors_, options_)->wait(); }
+
+  uint64_t bytesPerRound() const override {
+    const auto ranks = static_cast<uint64_t>(group_->getSize());
+    return 2 * (ranks - 1) * tensors_[0].nbytes() / ranks;
+  }
+
+ private:
+  const Group group_;
+  std::vector<at::Tensor> tensors_;
+  c10d::AllreduceOptions options_;
+};
+
+// Encode all chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has the size of
+// the largest, as the collectives want equal parts.
+class StreamExchange final : public StreamOperation {
+ public:
+  StreamExchange(const Group& group, const Bucket& bucket)
+      : group_(group),
+        rank_(static_cast<size_t>(group->getRank())),
+        size_(static_cast<size_t>(group->getSize())),
+        wire_(bucket.operation.wire),
+        dtype_(codecType(bucket.flat.scalar_type())),
+        scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
+        layout_(static_cast<size_t>(bucket.flat.numel()), size_),
+        chunkBytes_(codec::encodedBytes(wire_, layout_.stride())),
+        flat_(bucket.flat) {
+    const auto bytes = bucket.flat.options().dtype(at::kByte);
+    const auto total = static_cast<int64_t>(chunkBytes_ * size_);
+    outgoing_ = at::zeros({total}, bytes);
+    incoming_ = at::zeros({total}, bytes);
+    own_ = outgoing_.narrow(0, static_cast<int64_t>(chunkBytes_ * rank_), static_cast<int64_t>(chunkBytes_));
+    for (size_t peer = 0; peer < size_; ++peer) {
+      sources_.push_back(chunk(incoming_, peer));
+    }
+  }
+
+  void enqueue(c10::Stream stream) override {
+    const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
+    for (size_t peer = 0; peer < size_; ++peer) {
+      if (layout_.numElements(peer) > 0) {
+        codec::encode(exec, wire_, dtype_, place(peer), layout_.numElements(peer), chunk(outgoing_, peer));
+      }
+    }
+    exchange(*group_, incoming_, outgoing_)->wait();
+    if (layout_.numElements(rank_) > 0) {
+      codec::reduceEncode(exec, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
+                          chunk(outgoing_, rank_));
+    }
+    gatherInto(*group_, incoming_, own_)->wait();
+    for (size_t peer = 0; peer < size_; ++peer) {
+      if (layout_.numElements(peer) > 0) {
+        codec::decode(exec, wire_, dtype_, chunk(incoming_, peer), layout_.numElements(peer), place(peer));
+      }
+    }
+  }
+
+  uint64_t bytesPerRound() const override { return 2 * (size_ - 1) * chunkBytes_; }
+
+ private:
+  void* chunk(const at::Tensor& buffer, size_t rank) const {
+    return static_cast<char*>(buffer.data_ptr()) + rank * chunkBytes_;
+  }
+
+  void* place(size_t rank) const {
+    return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * flat_.element_size();
+  }
+
+  const Group group_;
+  const size_t rank_;
+  const size_t size_;
+  const codec::Wire wire_;
+  const codec::DType dtype_;
+  const float scale_;
+  const ChunkLayout layout_;
+  const size_t chunkBytes_;
+  const at::Tensor flat_;
+  at::Tensor outgoing_;
+  at::Tensor incoming_;
+  at::Tensor own_;
+  std::vector<const void*> sources_;
+};
+
+std::unique_ptr<StreamOperation> makeStreamOperation(const Group& group, const Bucket& bucket) {
+  switch (bucket.operation.kind) {
+    case OperationKind::kScatterReduceGather:
+      return std::make_unique<StreamExchange>(group, bucket);
+    case OperationKind::kAllReduce:
+      return std::make_unique<StreamReduce>(
+          group, bucket.flat, bucket.operation.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+  }
+  throw std::logic_error("unknown kind of operation");
+}
+
+// All operations of the plan on one communication stream, in launch order. The host never waits.
+class StreamSchedule final : public Schedule {
+ public:
+  StreamSchedule(const Group& group, const std::vector<Bucket>& buckets)
+      : group_(group),
+        device_(buckets.front().flat.device()),
+        impl_(device_.type()),
+        stream_(impl_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true)),
+        ready_(device_.type()),
+        finished_(device_.type()),
+        writers_(buckets.size()) {
+    for (const Bucket& bucket : buckets) {
+      operations_.push_back(makeStreamOperation(group, bucket));
+      labels_.push_back("bucket " + bucket.label);
+    }
+    // The buffers made above were filled on the current stream.
+    follow(impl_.getStream(device_));
+  }
+
+  void stored(size_t index) override {
+    std::vector<c10::Stream>& writers = writers_[index];
+    const c10::Stream current = impl_.getStream(device_);
+    if (std::find(writers.begin(), writers.end(), current) == writers.end()) {
+      writers.push_back(current);
+    }
+  }
+
+  void launch(size_t index, uint32_t /*round*/) override {
+    for (const c10::Stream writer : writers_[index]) {
+      follow(writer);
+    }
+    writers_[index].clear();
+    run(labels_[index], *operations_[index]);
+  }
+
+  void launchFlags(const at::Tensor& flags, uint32_t /*round*/) override {
+    StreamReduce reduce(group_, flags, c10d::ReduceOp::MAX);
+    follow(impl_.getStream(device_));
+    run("agreement on used parameters", reduce);
+  }
+
+  void finish() override {
+    finished_.record(stream_);
+    finished_.block(impl_.getStream(device_));
+    if (!failure_.empty()) {
+      throw CommunicationFailure(failure_);
+    }
+  }
+
+  uint64_t bytesPerRound() const override {
+    uint64_t bytes = 0;
+    for (const auto& operation : operations_) {
+      bytes += operation->bytesPerRound();
+    }
+    return bytes;
+  }
+
+ private:
+  // The communication stream waits for what `stream` has been given so far.
+  void follow(c10::Stream stream) {
+    ready_.record(stream);
+    ready_.block(stream_);
+  }
+
+  void run(const std::string& label, StreamOperation& operation) {
+    if (!failure_.empty()) {
+      return;
+    }
+    const StreamScope scope(impl_, stream_);
+    try {
+      operation.enqueue(stream_);
+    } catch (const std::exception& error) {
+      failure_ = label + ": " + error.what();
+    }
+  }
+
+  const Group group_;
+  const c10::Device device_;
+  const c10::impl::VirtualGuardImpl impl_;
+  const c10::Stream stream_;
+  c10::Event ready_;
+  c10::Event finished_;
+  std::vector<std::unique_ptr<StreamOperation>> operations_;
+  std::vector<std::string> labels_;
+  // Per bucket: the streams that wrote gradients into it in this round.
+  std::vector<std::vector<c10::Stream>> writers_;
+  std::string failure_;
+};
+
+}  // namespace
+
+std::unique_ptr<Schedule> makeStreamSchedule(const Group& group, const std::vector<Bucket>& buckets) {
+  return std::make_unique<StreamSchedule>(group, buckets);
+}
+
+}  // namespace baguarun::engine
