@@ -22,7 +22,7 @@ _MAX_TRACEBACK_LINES = 200
 _LAST_LINES = 10
 
 _HINTS = {
-    signal.SIGKILL: "The launcher did not send it: look for the out-of-memory killer in `dmesg` on that node.",
+    signal.SIGKILL: "The launcher did not send it: look for the out-of-memory killer in `dmesg` there.",
     signal.SIGSEGV: "A crash in native code; PYTHONFAULTHANDLER=1 shows where Python was.",
     signal.SIGBUS: "Often shared memory that ran out: look at the size of /dev/shm on that node.",
     signal.SIGABRT: "Native code gave up; its last words are above or in the log.",
