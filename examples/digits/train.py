@@ -111,6 +111,7 @@ def main() -> None:
             "next: baguarun run --nproc-per-node 2 examples/charlm/train.py --algorithm bytegrad",
             flush=True,
         )
+    dist.barrier()
     dist.destroy_process_group()
 
 
