@@ -1,0 +1,206 @@
+"""Step time against torch DDP, 4 ranks on Gloo: on loopback, on 4 unlimited hosts and on 4 rated ones.
+
+The rated networks are labs (network namespaces, `tests/lab`): they need root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import REPOSITORY, Report, Row, finish, parser
+from benchmarks.ratios import Summary, paired_ratio
+from tests.lab import Lab
+
+_RANKS = 4
+_PORT = 29500
+_CAP_S = 900.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where the ranks live."""
+
+    name: str
+    rate_mbit: float | None = None
+    lab: bool = True
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One network, one model and who takes part; `ddp` is always the yardstick."""
+
+    network: Network
+    model: str
+    cases: tuple[str, ...]
+
+
+LOOPBACK = Network("loopback", lab=False)
+HOSTS = Network("4 hosts, unlimited")
+GIGABIT = Network("4 hosts, 1 Gbit/s", 1000)
+FAST_ETHERNET = Network("4 hosts, 100 Mbit/s", 100)
+NETWORKS = {"loopback": LOOPBACK, "hosts": HOSTS, "1000": GIGABIT, "100": FAST_ETHERNET}
+
+_ALL = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad")
+CONTESTS = (
+    Contest(LOOPBACK, "mlp", _ALL),
+    Contest(LOOPBACK, "small", _ALL),
+    Contest(HOSTS, "mlp", _ALL),
+    Contest(HOSTS, "small", _ALL),
+    Contest(GIGABIT, "mlp", _ALL),
+    Contest(GIGABIT, "small", _ALL),
+    Contest(FAST_ETHERNET, "mlp", _ALL),
+)
+
+
+def target(contest: Contest, case: str) -> tuple[float, str] | None:
+    """The bound for `case` and what it bounds: the ratio's `upper95` or the `speedup`; None: not judged."""
+    rate = contest.network.rate_mbit
+    if case == "gradient_allreduce" and rate != 100:
+        return (0.95 if rate is None else 1.00, "upper95")
+    if case == "bytegrad" and contest.model == "mlp" and rate is not None:
+        return (3.5 if rate == 100 else 2.0, "speedup")
+    return None
+
+
+def rows(contest: Contest, blocks: list[dict[str, Any]]) -> list[Row]:
+    """The table's lines for one contest, from the blocks its ranks measured."""
+    step_s: dict[str, list[float]] = {case: [] for case in contest.cases}
+    moved: dict[str, list[float]] = {case: [] for case in contest.cases}
+    for block in sorted(blocks, key=lambda block: block["round"]):
+        step_s[block["case"]].append(block["step_s"])
+        moved[block["case"]].append(block["sent_bytes_per_step"])
+    result = []
+    for case in contest.cases:
+        if case == "ddp":
+            continue
+        ratio = paired_ratio(step_s[case], step_s["ddp"])
+        bound, kind = target(contest, case) or (None, "upper95")
+        result.append(
+            Row(
+                what=f"{contest.network.name}, {contest.model}: {case} "
+                f"({kind}; median ratio {ratio.median:.3f}, 95 % under {ratio.upper95:.3f})",
+                peer=_figures(step_s["ddp"], moved["ddp"]),
+                ours=_figures(step_s[case], moved[case]),
+                value=1 / ratio.median if kind == "speedup" else ratio.upper95,
+                target=bound,
+                at_least=kind == "speedup",
+                unit="x",
+            )
+        )
+    return result
+
+
+def _figures(step_s: list[float], moved: list[float]) -> str:
+    time_ms = Summary.of([value * 1e3 for value in step_s])
+    sent_mb = Summary.of(moved).median / 1e6
+    return f"{time_ms.median:.1f} ms ({time_ms.low:.1f}-{time_ms.high:.1f}), {sent_mb:.2f} MB"
+
+
+def run_contest(contest: Contest, rounds: int, block_s: float, pin: bool) -> list[dict[str, Any]]:
+    """Start the ranks, wait for them and return rank 0's blocks; raises when a rank fails."""
+    with tempfile.TemporaryDirectory() as scratch, _placed(contest.network) as (address, starters):
+        out = Path(scratch) / "blocks.json"
+        processes = []
+        for rank, start in enumerate(starters):
+            argv = [
+                *(sys.executable, "-m", "benchmarks.step_worker", "--out", str(out)),
+                *("--cases", ",".join(contest.cases), "--model", contest.model),
+                *("--rounds", str(rounds), "--block-s", str(block_s)),
+            ]
+            cpus = sorted(os.sched_getaffinity(0))
+            pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if pin else []
+            processes.append(
+                start([*pinned, *argv], env=_environment(rank, address, contest.network), cwd=REPOSITORY)
+            )
+        _wait(processes)
+        blocks: list[dict[str, Any]] = json.loads(out.read_text())
+    return blocks
+
+
+@contextlib.contextmanager
+def _placed(network: Network) -> Iterator[tuple[str, list[Any]]]:
+    """Rank 0's address and one function per rank that starts a process in its place."""
+    if not network.lab:
+        yield "127.0.0.1", [subprocess.Popen] * _RANKS
+        return
+    with Lab(hosts=_RANKS, rate_mbit=network.rate_mbit) as lab:
+        yield lab.hosts[0].address, [host.popen for host in lab.hosts]
+
+
+def _environment(rank: int, address: str, network: Network) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(_RANKS),
+        "LOCAL_RANK": "0" if network.lab else str(rank),
+        "LOCAL_WORLD_SIZE": "1" if network.lab else str(_RANKS),
+        "GROUP_RANK": str(rank) if network.lab else "0",
+        "GROUP_WORLD_SIZE": str(_RANKS) if network.lab else "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(_PORT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0" if network.lab else "lo",
+    }
+
+
+def _wait(processes: list[subprocess.Popen[Any]]) -> None:
+    """Until all ranks are done; one that fails takes the others with it."""
+    deadline = time.monotonic() + _CAP_S
+    try:
+        while any(process.poll() is None for process in processes):
+            failed = [p.returncode for p in processes if p.returncode not in (None, 0)]
+            if failed or time.monotonic() > deadline:
+                raise RuntimeError(f"step benchmark: ranks ended with {failed} (cap {_CAP_S:.0f} s)")
+            time.sleep(0.2)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [p.returncode for p in processes if p.returncode != 0]
+    if failed:
+        raise RuntimeError(f"step benchmark: ranks ended with {failed}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser("step", __doc__ or "")
+    options.add_argument("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
+    options.add_argument("--models", default="mlp,small")
+    options.add_argument("--cases", default=",".join(_ALL), help="contestants besides ddp")
+    options.add_argument("--rounds", type=int, default=None, help="pairs per contest (default 10, quick 2)")
+    options.add_argument(
+        "--block-s", type=float, default=None, help="length of a turn (default 1.0, quick 0.2)"
+    )
+    options.add_argument("--no-pin", action="store_true", help="do not pin ranks to CPUs")
+    args = options.parse_args(argv)
+    rounds = args.rounds or (2 if args.quick else 10)
+    block_s = args.block_s or (0.2 if args.quick else 1.0)
+    wanted = [NETWORKS[name] for name in args.networks.split(",")]
+    chosen = {"ddp", *args.cases.split(",")}
+    report = Report(
+        name="step", title=f"seconds per step, {_RANKS} ranks, Gloo, against torch DDP", quick=args.quick
+    )
+    report.facts["pinned"] = not args.no_pin
+    for contest in CONTESTS:
+        if contest.network not in wanted or contest.model not in args.models.split(","):
+            continue
+        entered = Contest(contest.network, contest.model, tuple(c for c in contest.cases if c in chosen))
+        blocks = run_contest(entered, rounds, block_s, pin=not args.no_pin)
+        report.raw[f"{contest.network.name}, {contest.model}"] = blocks
+        for row in rows(entered, blocks):
+            report.rows.append(row)
+            print(f"{row.what}: {row.value:.3f}", flush=True)
+    return finish(report, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

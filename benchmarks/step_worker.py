@@ -1,0 +1,144 @@
+"""One rank of the step benchmark: all contestants live in the same processes and take turns.
+
+Started by `benchmarks/step.py` with torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import baguarun
+from benchmarks.harness import rotated
+
+_WARM_UP_STEPS = 3
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Block:
+    """One contestant's turn, the slowest rank's time."""
+
+    case: str
+    round: int
+    steps: int
+    step_s: float
+    sent_bytes_per_step: float
+    """Rank 0's NIC; on loopback all ranks' traffic divided by the ranks."""
+
+
+def build_model(name: str) -> tuple[torch.nn.Module, int]:
+    """The model and the width of its input."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        layers: list[torch.nn.Module] = []
+        for _ in range(8):
+            layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+        return torch.nn.Sequential(*layers), 1024
+    if name == "small":
+        return torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(200))), 32
+    raise ValueError(f"model {name}: want mlp or small")
+
+
+def wrap(case: str, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model made distributed as contestant `case` does it, and its optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if case.startswith("ddp"):
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if case == "ddp_fp16":
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+        return wrapped, optimizer
+    return baguarun.DistributedDataParallel(model, optimizers=[optimizer], algorithm=case), optimizer
+
+
+def stepper(case: str, model_name: str) -> Callable[[], None]:
+    """A function that trains one step."""
+    model, width = build_model(model_name)
+    wrapped, optimizer = wrap(case, model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(_BATCH, width, generator=generator)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def sent_bytes() -> float:
+    """What this rank's NIC has sent; on loopback its share of what all ranks sent."""
+    nic = os.environ["GLOO_SOCKET_IFNAME"]
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == nic:
+            return int(counters.split()[8]) / (dist.get_world_size() if nic == "lo" else 1)
+    raise RuntimeError(f"GLOO_SOCKET_IFNAME={nic}: no such interface here")
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' values."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def timed(step: Callable[[], None], steps: int) -> float:
+    """Seconds per step on the slowest rank; all ranks begin together."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return slowest((time.perf_counter() - started) / steps)
+
+
+def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> list[Block]:
+    """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`."""
+    steppers = {case: stepper(case, model_name) for case in cases}
+    steps = {}
+    for case, step in steppers.items():
+        timed(step, _WARM_UP_STEPS)
+        steps[case] = max(1, min(200, math.ceil(block_s / timed(step, 1))))
+    blocks = []
+    for number in range(rounds):
+        for case in rotated(cases, number):
+            dist.barrier()
+            before = sent_bytes()
+            step_s = timed(steppers[case], steps[case])
+            moved = (sent_bytes() - before) / steps[case]
+            blocks.append(Block(case, number, steps[case], step_s, moved))
+    return blocks
+
+
+def main() -> int:
+    options = argparse.ArgumentParser()
+    options.add_argument("--cases", required=True)
+    options.add_argument("--model", required=True)
+    options.add_argument("--rounds", type=int, required=True)
+    options.add_argument("--block-s", type=float, required=True)
+    options.add_argument("--out", type=Path, required=True)
+    args = options.parse_args()
+    torch.set_num_threads(1)
+    baguarun.init_process_group("gloo")
+    blocks = compete(args.cases.split(","), args.model, args.rounds, args.block_s)
+    if dist.get_rank() == 0:
+        args.out.write_text(json.dumps([asdict(block) for block in blocks]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
