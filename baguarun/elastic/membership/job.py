@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baguarun.errors import UsageError
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOffer:
@@ -20,6 +22,11 @@ class NodeOffer:
     node_rank: int | None = None
     """Node rank the user asked for, if any; counts in the first World."""
 
+    def __post_init__(self) -> None:
+        _check_key_part("node_id", self.node_id)
+        if self.slots < 1:
+            raise UsageError(f"slots={self.slots} on node {self.name}: want at least 1 worker per node")
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
@@ -34,3 +41,17 @@ class JobSpec:
     """Digest of the command and of all settings that must agree; another digest is another job."""
     summary: str
     """The same for people, e.g. `train.py --lr 0.1 (nnodes 2, 4 workers each)`; shown when digests differ."""
+
+    def __post_init__(self) -> None:
+        _check_key_part("job_id", self.job_id)
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise UsageError(f"min_nodes={self.min_nodes}: want 1 <= min_nodes <= max_nodes={self.max_nodes}")
+        if self.max_restarts < 0:
+            raise UsageError(f"max_restarts={self.max_restarts}: want 0 or more")
+
+
+def _check_key_part(name: str, value: str) -> None:
+    if not value or "/" in value:
+        raise UsageError(
+            f"{name}={value!r}: want a name without a slash, it becomes part of a key in the store"
+        )

@@ -2,53 +2,397 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from baguarun.contract import Failure
-from baguarun.elastic.membership.events import MembershipEvent
+from baguarun.elastic.membership.events import MembershipEvent, StoreBack, StoreLost
+from baguarun.elastic.membership.follower import Follower, Place
 from baguarun.elastic.membership.job import JobSpec, NodeOffer
+from baguarun.elastic.membership.keys import JobKeys
+from baguarun.elastic.membership.leader import Badge, Leader
+from baguarun.elastic.membership.ledger import Pulse
+from baguarun.elastic.membership.records import (
+    FailureReport,
+    NodeRecord,
+    Past,
+    StopRequest,
+    generation_to_json,
+)
 from baguarun.elastic.membership.settings import MembershipSettings
-from baguarun.elastic.membership.store import Store
+from baguarun.elastic.membership.store import (
+    Change,
+    Compare,
+    Delete,
+    Put,
+    PutIfAbsent,
+    Store,
+    TxnResult,
+    WatchRange,
+)
+from baguarun.elastic.membership.waiting import within
+from baguarun.errors import RejoinError, StoreLostError, UsageError
+
+log = logging.getLogger("baguarun.membership")
+T = TypeVar("T")
+Operation: TypeAlias = Put | PutIfAbsent | Delete
 
 
 class Session:
     """One node's membership. Threads: one asyncio loop, the store's."""
 
     def __init__(self, store: Store, spec: JobSpec, offer: NodeOffer, settings: MembershipSettings) -> None:
-        raise NotImplementedError
+        self._store = store
+        self._spec = spec
+        self._offer = offer
+        self._settings = settings
+        self._keys = JobKeys(spec.job_id)
+        self._node_key = self._keys.nodes + offer.node_id
+        self._row_key = self._keys.rows + offer.node_id
+        self._queue: asyncio.Queue[MembershipEvent | None] = asyncio.Queue()
+        self._follower = Follower(spec, offer.node_id, self._queue.put_nowait)
+        self._lease = 0
+        self._token = ""
+        self._pulse = Pulse(0.0)
+        self._check_lease = asyncio.Event()
+        self._vacant = asyncio.Event()
+        self._occupied = asyncio.Event()
+        self._leading = False
+        self._joined_as_leader = False
+        self._leader: Leader | None = None
+        self._ack: tuple[int, int | None] | None = None
+        self._failed: tuple[int, bool] | None = None
+        self._store_lost = False
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    # -- for the launcher
 
     async def run(self) -> None:
         """Join, keep the lease, lead when it is our turn; returns after the outcome or `leave`.
 
         Raises `UsageError` (another job runs under this id, node id taken) and `StoreRefusedError`.
         """
-        raise NotImplementedError
+        try:
+            await _first_of(self._belong(), self._stopping.wait())
+        finally:
+            self._ended.set()
+            try:
+                await self._depart()
+            finally:
+                self._queue.put_nowait(None)
 
     @property
     def events(self) -> AsyncIterator[MembershipEvent]:
         """What to do next, in order; ends when `run` returns or raises. For one reader."""
-        raise NotImplementedError
+        return self._read_events()
 
     async def acknowledge(self, generation: int, master_port: int | None) -> None:
         """Workers of older generations are gone; `master_port` is a free port here, used if we are node 0."""
-        raise NotImplementedError
+        place = self._follower.place
+        if place is None or place.generation != generation:
+            return
+        self._ack = (generation, master_port)
+        await self._send_ack()
 
     async def report_failure(self, failure: Failure, *, retry_free: bool = False) -> None:
-        """A worker failed. `retry_free`: nobody's fault ("address in use"), try again without a charge."""
-        raise NotImplementedError
+        """A worker failed; only the first failure of a generation counts. Returns when it is stored.
+
+        `retry_free`: nobody's fault ("address in use"), the World is tried again without a charge.
+        """
+        place = self._follower.place
+        if place is None or place.generation != failure.generation:
+            return
+        if self._failed in ((failure.generation, False), (failure.generation, retry_free)):
+            return
+        self._failed = (failure.generation, retry_free)
+        report = FailureReport(failure=failure, retry_free=retry_free)
+        await self._report(self._keys.errors + self._offer.node_id, report.to_json())
 
     async def report_done(self, generation: int) -> None:
-        """All local workers of that generation exited 0."""
-        raise NotImplementedError
+        """All local workers of that generation exited 0. Returns when it is stored."""
+        await self._report(self._keys.dones + self._offer.node_id, generation_to_json(generation))
 
     async def leave(self, reason: str) -> None:
-        """Go politely: the others re-form at once; `run` returns."""
-        raise NotImplementedError
+        """Go politely: the others re-form at once. Returns after `run` has let go of everything."""
+        if self._lease and not self._ended.is_set():
+            farewell: list[Operation] = [
+                Delete(self._node_key),
+                Put(self._keys.leaves + self._offer.node_id, reason.encode()),
+            ]
+            here = Compare(self._node_key, exists=True)
+            try:
+                await within(self._settings.detect_timeout_s, self._store.transact([here], farewell))
+            except (StoreLostError, asyncio.TimeoutError) as error:
+                log.warning("leaving without a word, the lease will tell: %s", error)
+        self._stopping.set()
+        await self._ended.wait()
 
     async def stop_job(self, reason: str, exit_code: int) -> None:
         """End the job on every node; `Finished` follows."""
-        raise NotImplementedError
+        await self._report(self._keys.stop, StopRequest(reason=reason, exit_code=exit_code).to_json())
 
     async def wait_until_alone(self, timeout_s: float) -> bool:
         """Wait, after `run` has returned, until no other node is registered; False if some still are."""
-        raise NotImplementedError
+        try:
+            await within(timeout_s, self._until_alone())
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    # -- belonging: register, stay, register again
+
+    async def _belong(self) -> None:
+        again = False
+        while True:
+            try:
+                revision = await self._register()
+                if again:
+                    revision = await self._catch_up()
+                if not self._follower.finished:
+                    await _first_of(self._keep_lease(), self._follow(revision + 1), self._lead())
+                return
+            except RejoinError as error:
+                log.warning("node %s: %s; registering again", self._offer.name, error)
+                self._lease = 0
+                self._leading = False
+                again = True
+
+    async def _register(self) -> int:
+        """Put our key; returns the revision. Our place survives if its World is still the newest."""
+        place = self._follower.place
+        newest = place
+        clash_since_s: float | None = None
+        while True:
+            if not self._lease:
+                grant = partial(self._store.grant_lease, self._settings.lease_ttl_s)
+                self._lease = await self._patiently(grant)
+                self._token = secrets.token_hex(8)
+                self._renewed()
+            result = await self._try_to_join(place.past() if place else None, newest)
+            if result.succeeded:
+                self._leading = self._joined_as_leader = result.created[0]
+                return result.revision
+            entry = await self._patiently(lambda: self._store.get(self._node_key))
+            if entry is not None and NodeRecord.from_json(entry.value).token == self._token:
+                # The transaction was applied and only its reply was lost.
+                leader = await self._patiently(lambda: self._store.get(self._keys.leader))
+                self._leading = leader is not None and leader.value == self._token.encode()
+                self._joined_as_leader = self._leading
+                return entry.create_revision
+            if entry is not None:
+                clash_since_s = await self._wait_for_id(clash_since_s)
+            elif newest is not None:
+                # Our World is gone: replaced by another, or together with all the store's data.
+                newest = None
+                worlds = await self._patiently(lambda: self._store.list(self._keys.worlds))
+                if worlds.entries:
+                    self._follower.expel("the other nodes went on without this one while its lease was gone")
+                    place = None
+
+    async def _try_to_join(self, past: Past | None, newest: Place | None) -> TxnResult:
+        """Put our key and, if there is none, the leader's; only while `newest` is the newest World."""
+        compares = [Compare(self._node_key, exists=False)]
+        if newest is not None:
+            compares.append(Compare(f"{self._keys.worlds}{newest.generation}", value=newest.world_value))
+        record = NodeRecord.of(self._offer, self._spec, self._token, self._follower.seen, past)
+        operations: list[Operation] = [
+            Put(self._node_key, record.to_json(), self._lease),
+            PutIfAbsent(self._keys.leader, self._token.encode(), self._lease),
+        ]
+        return await self._patiently(partial(self._store.transact, compares, operations))
+
+    async def _wait_for_id(self, since_s: float | None) -> float:
+        """Somebody is registered under our id: an earlier life of ours, whose lease ends, or a double."""
+        now_s = asyncio.get_running_loop().time()
+        since_s = now_s if since_s is None else since_s
+        if now_s - since_s > 3 * self._settings.detect_timeout_s:
+            raise UsageError(
+                f"node id {self._offer.node_id!r}: another living agent of job {self._spec.job_id!r} has it; "
+                "want one agent per id, stop the other one or choose another job id"
+            )
+        self._follower.wait(f"an earlier agent still holds the node id {self._offer.node_id}")
+        await asyncio.sleep(self._settings.retry_s)
+        await self._patiently(lambda: self._store.keep_alive(self._lease))
+        return since_s
+
+    async def _catch_up(self) -> int:
+        """Read all that concerns us afresh; returns the revision from which events are news."""
+        row = await self._patiently(lambda: self._store.get(self._row_key))
+        snapshot = await self._patiently(lambda: self._store.list(self._keys.all))
+        if row is not None:
+            self._follower.read(row)
+        for entry in snapshot.entries:
+            self._follower.read(entry)
+        self._note_leader(any(entry.key == self._keys.leader for entry in snapshot.entries))
+        await self._answer()
+        await self._send_ack()
+        return snapshot.revision
+
+    async def _keep_lease(self) -> None:
+        """Renew for ever; a store that is away is waited for, a lease that has ended raises `RejoinError`."""
+        interval_s = self._settings.keepalive_interval_s
+        pause_s = interval_s * random.uniform(0.5, 1.0)
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(pause_s, self._check_lease.wait())
+            self._check_lease.clear()
+            await self._patiently(lambda: self._store.keep_alive(self._lease))
+            self._renewed()
+            pause_s = interval_s
+
+    async def _follow(self, start_revision: int) -> None:
+        ranges = [WatchRange(self._keys.all, prefix=True), WatchRange(self._row_key, deletes=False)]
+        async for batch in self._store.watch(ranges, start_revision):
+            if batch.resynced:
+                await self._catch_up()
+            for event in batch.events:
+                if event.entry.key == self._keys.leader:
+                    self._note_leader(event.change is Change.PUT)
+                elif event.change is Change.PUT:
+                    self._follower.read(event.entry)
+            await self._answer()
+            if self._follower.finished:
+                return
+
+    async def _answer(self) -> None:
+        """What the events just read ask of us."""
+        follower = self._follower
+        if follower.unplaced:
+            row = await self._patiently(lambda: self._store.get(self._row_key))
+            if row is not None:
+                follower.read(row)
+            if follower.unplaced:
+                follower.expel(f"World {follower.seen} was formed without this node")
+        generation, follower.asked = follower.asked, None
+        if generation is not None and follower.place is not None and follower.place.generation == generation:
+            key = self._keys.check(generation, self._offer.node_id)
+            await self._patiently(lambda: self._store.put(key, b"", self._lease))
+
+    async def _send_ack(self) -> None:
+        place = self._follower.place
+        if self._ack is None or place is None or place.generation != self._ack[0]:
+            return
+        generation, port = self._ack
+        if self._follower.started >= generation:
+            return
+        key = self._keys.ack(generation, self._offer.node_id)
+        await self._report(key, generation_to_json(generation, port), leased=True)
+        if self._leader is not None:
+            self._leader.nudge()
+
+    # -- leading
+
+    async def _lead(self) -> None:
+        """Lead whenever the leader key is ours; take it when it is free."""
+        while True:
+            if not self._leading:
+                await self._vacant.wait()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(self._stagger_s(), self._occupied.wait())
+                    continue
+                self._leading = await self._patiently(self._stand)
+                self._joined_as_leader = False
+                if not self._leading:
+                    # Somebody was faster; the event that says so is on its way.
+                    await asyncio.sleep(self._settings.retry_s)
+                    continue
+            badge = Badge(self._offer.node_id, self._token, self._joined_as_leader)
+            self._leader = Leader(self._store, self._spec, self._settings, badge, self._pulse)
+            try:
+                await self._leader.run()
+            finally:
+                self._leader = None
+                self._leading = False
+
+    async def _stand(self) -> bool:
+        compares = [Compare(self._keys.leader, exists=False), Compare(self._node_key, exists=True)]
+        result = await self._store.transact(
+            compares, [Put(self._keys.leader, self._token.encode(), self._lease)]
+        )
+        return result.succeeded
+
+    def _stagger_s(self) -> float:
+        """Node ranks 0 and 1 stand at once, the others later one by one, newcomers last."""
+        place = self._follower.place
+        if place is None:
+            return random.uniform(1.5, 2.0)
+        if place.row.node_rank <= 1:
+            return 0.0
+        return 0.25 + place.row.node_rank / place.record.num_nodes
+
+    def _note_leader(self, present: bool) -> None:
+        if present:
+            self._vacant.clear()
+            self._occupied.set()
+        else:
+            self._occupied.clear()
+            self._vacant.set()
+
+    # -- the store, which may be away
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The call's result, however long the store is away."""
+        while True:
+            try:
+                result = await call()
+            except StoreLostError as error:
+                if not self._store_lost:
+                    log.warning("node %s: %s", self._offer.name, error)
+                    self._store_lost = True
+                    self._queue.put_nowait(StoreLost())
+                await asyncio.sleep(self._settings.retry_s)
+                continue
+            if self._store_lost:
+                self._store_lost = False
+                self._queue.put_nowait(StoreBack())
+            return result
+
+    async def _report(self, key: str, value: bytes, leased: bool = False) -> None:
+        """Write, unless the session ends first. Without a lease, `_catch_up` writes it after `_register`."""
+        write = self._patiently(lambda: self._store.put(key, value, self._lease if leased else 0))
+        try:
+            await _first_of(write, self._ended.wait())
+        except RejoinError:
+            self._check_lease.set()
+
+    def _renewed(self) -> None:
+        self._pulse.renew(asyncio.get_running_loop().time(), self._settings)
+
+    async def _depart(self) -> None:
+        if not self._lease:
+            return
+        try:
+            await within(self._settings.detect_timeout_s, self._store.revoke_lease(self._lease))
+        except (StoreLostError, asyncio.TimeoutError) as error:
+            log.warning("our keys stay until their lease ends: %s", error)
+
+    async def _until_alone(self) -> None:
+        pause_s = 0.02
+        while await self._patiently(lambda: self._store.count(self._keys.nodes)) > 0:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.25)
+
+    async def _read_events(self) -> AsyncIterator[MembershipEvent]:
+        while (event := await self._queue.get()) is not None:
+            yield event
+
+
+async def _first_of(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run all; when one ends, cancel the rest, wait for them, and raise what the first one raised."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task in done:
+            task.result()

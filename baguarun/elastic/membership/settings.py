@@ -16,7 +16,7 @@ class MembershipSettings:
     """The knobs, checked when made; everything else is a property derived from them."""
 
     detect_timeout_s: float = 5.0
-    """Seconds after which a silent node counts as lost. Lower finds losses sooner; higher bears longer hiccups."""
+    """Seconds after which a silent node counts as lost: lower is sooner, higher bears longer hiccups."""
     join_timeout_s: float = 600.0
     """Seconds that a job with fewer than `min_nodes` nodes waits for more before it fails."""
 
@@ -66,5 +66,10 @@ class MembershipSettings:
 
     @property
     def verdict_s(self) -> float:
-        """After a failure that no restart is left for: how long a lost member may still turn up as the cause."""
+        """After a failure without a restart left: how long a lost member may still turn up as the cause."""
         return self.lease_ttl_s + 1.0
+
+    @property
+    def retry_s(self) -> float:
+        """Pause between two attempts to reach a store that is away."""
+        return 0.1 * self.detect_timeout_s

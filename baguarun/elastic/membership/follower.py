@@ -1,0 +1,161 @@
+"""Where this node stands: turns what the store says to it into events for the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baguarun.contract import World
+from baguarun.elastic.membership.events import (
+    Expelled,
+    Finished,
+    MembershipEvent,
+    Prepare,
+    Start,
+    Waiting,
+)
+from baguarun.elastic.membership.job import JobSpec
+from baguarun.elastic.membership.keys import JobKeys
+from baguarun.elastic.membership.records import (
+    Outcome,
+    Past,
+    Row,
+    WorldRecord,
+    generation_from_json,
+    parse_row,
+)
+from baguarun.elastic.membership.store import Entry
+from baguarun.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Our place in a World."""
+
+    record: WorldRecord
+    row: Row
+    world_value: bytes
+    """The World's key as it lies in the store: as long as it is there, the World is the newest."""
+
+    @property
+    def generation(self) -> int:
+        return self.record.generation
+
+    def past(self) -> Past:
+        return Past(
+            generation=self.record.generation,
+            token=self.record.token,
+            node_rank=self.row.node_rank,
+            num_nodes=self.record.num_nodes,
+            restart_count=self.record.restart_count,
+        )
+
+    def world(self, spec: JobSpec, master_port: int | None) -> World:
+        return World(
+            job_id=spec.job_id,
+            generation=self.record.generation,
+            node_rank=self.row.node_rank,
+            num_nodes=self.record.num_nodes,
+            first_rank=self.row.first_rank,
+            local_world_size=self.row.slots,
+            world_size=self.record.world_size,
+            master_addr=self.record.master_addr,
+            master_port=master_port or 0,
+            restart_count=self.record.restart_count,
+            max_restarts=spec.max_restarts,
+        )
+
+
+class Follower:
+    """Fed with entries of `all/` and of our row, in any order, repeated or not; emits each event once."""
+
+    def __init__(self, spec: JobSpec, node_id: str, emit: Callable[[MembershipEvent], None]) -> None:
+        self.place: Place | None = None
+        """In the newest World; None for a newcomer."""
+        self.seen = 0
+        """Highest generation heard of."""
+        self.started = 0
+        """Generation of the last `Start`."""
+        self.asked: int | None = None
+        """Generation for which the leader wants a sign of life."""
+        self.finished = False
+        self._spec = spec
+        self._keys = JobKeys(spec.job_id)
+        self._row_key = self._keys.rows + node_id
+        self._emit = emit
+        self._row: Row | None = None
+        self._world: tuple[WorldRecord, bytes] | None = None
+        self._live: tuple[int, int | None] | None = None
+        self._waiting = ""
+
+    def read(self, entry: Entry) -> None:
+        """Take in one entry. Raises `UsageError` if the leader refuses us."""
+        key, keys = entry.key, self._keys
+        if key == self._row_key:
+            self._read_row(entry.value)
+        elif key.startswith(keys.worlds):
+            self._read_world(entry.value)
+        elif key.startswith(keys.lives):
+            self._live = generation_from_json(entry.value)
+            self._start()
+        elif key.startswith(keys.asks):
+            self.asked = int(key.removeprefix(keys.asks))
+        elif key == keys.note:
+            self.wait(entry.value.decode())
+        elif key == keys.outcome:
+            outcome = Outcome.from_json(entry.value)
+            self.finished = True
+            self._emit(Finished(outcome.success, outcome.failure, outcome.reason, outcome.exit_code))
+
+    @property
+    def unplaced(self) -> bool:
+        """A newer World is there, and we, a member of the last, do not see our row in it (yet)."""
+        return self.place is not None and self.place.generation < self.seen
+
+    def expel(self, reason: str) -> None:
+        """Our place is gone; from here on we are a newcomer."""
+        self.place = None
+        self._emit(Expelled(reason))
+
+    def wait(self, reason: str) -> None:
+        if reason != self._waiting:
+            self._waiting = reason
+            self._emit(Waiting(reason))
+
+    def _read_row(self, value: bytes) -> None:
+        row = parse_row(value)
+        if isinstance(row, Row):
+            self._row = row
+            self._match()
+        elif row.refused:
+            raise UsageError(row.text)
+        else:
+            self.wait(row.text)
+
+    def _read_world(self, value: bytes) -> None:
+        record = WorldRecord.from_json(value)
+        if record.generation > self.seen:
+            self.seen = record.generation
+            self._world = (record, value)
+            self._match()
+
+    def _match(self) -> None:
+        if self._world is None or self._row is None:
+            return
+        (record, value), row = self._world, self._row
+        if (row.generation, row.token) != (record.generation, record.token):
+            return
+        if self.place is not None and self.place.generation == record.generation:
+            return
+        self.place = Place(record, row, value)
+        self._waiting = ""
+        self._emit(Prepare(record.generation, record.reason))
+        self._start()
+
+    def _start(self) -> None:
+        if self.place is None or self._live is None:
+            return
+        generation, master_port = self._live
+        if generation == self.place.generation and generation > self.started:
+            self.started = generation
+            self._emit(Start(self.place.world(self._spec, master_port)))

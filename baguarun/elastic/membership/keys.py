@@ -1,0 +1,54 @@
+"""Where everything of a job lies in the store.
+
+    /baguarun/<job>/
+      spec               the job's digest and summary; written by the leader
+      nodes/<id>         a registered node (leased; watched by the leader)
+      all/               watched by every agent, so keep it small:
+        leader           token of the leading agent (leased, created in the join transaction)
+        world/<g>        totals of World g; only the newest is kept
+        live/<g>         all members of g have acknowledged; carries the master port
+        check/<g>        the leader asks all members of g for a sign of life
+        note             why nothing happens, for people
+        outcome          how the job ended
+      row/<id>           one node's place in the newest World, or a word from the leader; watched by that node
+      members/<g>        who is in World g, in rank order; read by the next leader only
+      ack/<g>/<id>       this node's older workers are gone (leased; counted, not watched)
+      check/<g>/<id>     the answer to all/check/<g> (leased; counted, not watched)
+      errors/<id>, done/<id>, leave/<id>, stop      reports (watched by the leader)
+
+All that the leader writes is fenced by a compare on `all/leader`.
+"""
+
+from __future__ import annotations
+
+
+class JobKeys:
+    """Key names of one job."""
+
+    def __init__(self, job_id: str) -> None:
+        self.root = f"/baguarun/{job_id}/"
+        self.spec = self.root + "spec"
+        self.nodes = self.root + "nodes/"
+        self.all = self.root + "all/"
+        self.leader = self.all + "leader"
+        self.worlds = self.all + "world/"
+        self.lives = self.all + "live/"
+        self.asks = self.all + "check/"
+        self.note = self.all + "note"
+        self.outcome = self.all + "outcome"
+        self.rows = self.root + "row/"
+        self.members = self.root + "members/"
+        self.acks = self.root + "ack/"
+        self.checks = self.root + "check/"
+        self.errors = self.root + "errors/"
+        self.dones = self.root + "done/"
+        self.leaves = self.root + "leave/"
+        self.stop = self.root + "stop"
+
+    def ack(self, generation: int, node_id: str = "") -> str:
+        """One node's acknowledgement; without a node, the prefix that is counted."""
+        return f"{self.acks}{generation}/{node_id}"
+
+    def check(self, generation: int, node_id: str = "") -> str:
+        """One node's sign of life; without a node, the prefix that is counted."""
+        return f"{self.checks}{generation}/{node_id}"

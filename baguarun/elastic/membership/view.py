@@ -1,0 +1,86 @@
+"""What the leader knows at one moment: all that `decide` may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baguarun.contract import Failure
+from baguarun.elastic.membership.job import JobSpec
+from baguarun.elastic.membership.records import Member, NodeRecord, StopRequest
+
+
+@dataclass(frozen=True)
+class Node:
+    """One registered node."""
+
+    node_id: str
+    create_revision: int
+    record: NodeRecord
+
+
+@dataclass(frozen=True)
+class Report:
+    """A failure in the current generation. `revision` orders reports across the cluster."""
+
+    node_id: str
+    failure: Failure
+    retry_free: bool
+    revision: int
+    seen_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurrentWorld:
+    """The newest published World."""
+
+    generation: int
+    token: str
+    members: tuple[Member, ...]
+    live: bool
+    acked: int
+    """How many members have acknowledged; counted until the World is live."""
+    checked: int | None
+    """How many members have shown a sign of life since the leader asked; None: it has not asked."""
+    restart_count: int
+    charged: bool
+    free_retries: int
+
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Times are the leader's monotonic clock; revisions are the store's."""
+
+    spec: JobSpec
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    """All registered nodes by id, oldest first."""
+    strangers: frozenset[str] = frozenset()
+    """Of those, the ones that belong to another job under the same id."""
+    told: frozenset[str] = frozenset()
+    """Nodes without a place that have been told why."""
+    world: CurrentWorld | None = None
+    reports: tuple[Report, ...] = ()
+    done: frozenset[str] = frozenset()
+    """Members whose workers of the current generation have all exited 0; they may have vanished since."""
+    left: frozenset[str] = frozenset()
+    """Nodes that left politely."""
+    stop: StopRequest | None = None
+    ended_revision: int | None = None
+    """Store revision of the outcome, if the job has one."""
+    inherited: bool = False
+    """Nobody was registered when the leader came, and the job's keys are older than that."""
+    newcomer_s: float = _NEVER
+    """When the last node registered."""
+    loss_s: float = _NEVER
+    """When the last member vanished."""
+    first_loss_s: float = _NEVER
+    """When the first of the members vanished that are missing now."""
+    short_s: float = _NEVER
+    """Since when fewer than `min_nodes` nodes are registered."""
+    gap_s: float = _NEVER
+    """When the last gap ended: the store, or the leader itself, had been away."""
+    took_over_s: float = _NEVER
+    """When this leader began."""
