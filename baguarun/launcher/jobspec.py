@@ -42,6 +42,7 @@ def _summary(settings: RunSettings) -> str:
     prefix = {CommandKind.SCRIPT: [], CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"]}
     command = shlex.join([*prefix[settings.command_kind], settings.script, *settings.script_args])
     # A line of a message, not a record: the digest decides.
+    command = "".join(c if c.isprintable() else repr(c)[1:-1] for c in command)
     command = command if len(command) <= 200 else command[:197] + "..."
     algorithm = f" --algorithm {settings.algorithm}" if settings.algorithm else ""
     return (

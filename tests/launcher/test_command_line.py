@@ -65,7 +65,8 @@ def test_a_double_dash_before_the_script_ends_the_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--nproc-per-node", "4"], ["--nproc_per_node", "4"], ["--nproc-per-node=4"], ["--nproc_per_node=4"]]
+    "words",
+    [["--nproc-per-node", "4"], ["--nproc_per_node", "4"], ["--nproc-per-node=4"], ["--nproc_per_node=4"]],
 )
 def test_both_spellings_and_both_ways_to_give_a_value_are_one(words: list[str]) -> None:
     assert read_command_line([*words, "x.py"]).given["nproc-per-node"].text == "4"

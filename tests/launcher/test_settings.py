@@ -145,7 +145,10 @@ REFUSED = [
     (["--algorithm", "Byte Grad"], r"--algorithm=Byte Grad: want a name in lower case"),
     (["--store", "http://h:1"], r"--store: .*want etcd://host:port"),
     (["--store", "etcd://h:port"], r"--store: .*want a port"),
-    (["--store", "etcd://h:1?cacert=/no/such/file"], r"--store: .*cacert=/no/such/file: want a readable file"),
+    (
+        ["--store", "etcd://h:1?cacert=/no/such/file"],
+        r"--store: .*cacert=/no/such/file: want a readable file",
+    ),
     (["--rdzv-backend", "zeus"], r"--rdzv-backend=zeus: want one of c10d, etcd, etcd-v2, static"),
     (["--bind", "exclusive"], r"--bind=exclusive: want node or none"),
     (["--tee", "4"], r"--tee=4: want 0 \(none\), 1 \(stdout\)"),
@@ -168,12 +171,17 @@ REFUSED = [
     (["--rdzv-conf", "join_timeout=-1"], r"--rdzv-conf join_timeout=-1: want a number above 0"),
     (["--rdzv-conf", "store_type=file"], r"--rdzv-conf store_type=file: want tcp"),
     (["--rdzv-conf", "rank=1"], r"--rdzv-conf rank=1: .*use --node-rank"),
-    (["--rdzv-conf", "join_timeout=3", "--join-timeout", "4"], r"--join-timeout=4, --rdzv-conf=.*want one of them"),
+    (
+        ["--rdzv-conf", "join_timeout=3", "--join-timeout", "4"],
+        r"--join-timeout=4, --rdzv-conf=.*want one of them",
+    ),
     (["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=1"], r"--detect-timeout=1: want seconds"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
+@pytest.mark.parametrize(
+    ("words", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else None
+)
 def test_an_impossible_value_is_named_with_what_is_wanted(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         settings(*words)
@@ -200,7 +208,12 @@ def test_torchruns_own_default_of_a_refused_option_passes() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--monitor-interval", "1"], ["--start-method", "fork"], ["--run-path"], ["--rdzv-conf", "last_call_timeout=5"]],
+    [
+        ["--monitor-interval", "1"],
+        ["--start-method", "fork"],
+        ["--run-path"],
+        ["--rdzv-conf", "last_call_timeout=5"],
+    ],
 )
 def test_an_option_without_effect_says_so_in_one_line(words: list[str]) -> None:
     (notice,) = request(*words).notices
