@@ -88,10 +88,13 @@ class Keeper:
         """Fork the keeper; call it first thing in the agent, before threads and grpc exist."""
         agent_end, keeper_end = socket.socketpair()
         linux.set_child_subreaper()
+        # Held back until the keeper has said which signals it ignores: a ^C may come at any moment.
+        mask = signals.pthread_sigmask(signals.SIG_BLOCK, signals.valid_signals())
         pid = os.fork()
         if pid == 0:
             agent_end.close()
             run_keeper(keeper_end)
+        signals.pthread_sigmask(signals.SIG_SETMASK, mask)
         keeper_end.close()
         agent_end.setblocking(False)
         return cls(pid, agent_end)

@@ -285,13 +285,14 @@ def _become_worker(
 
 
 def run_keeper(channel: socket.socket) -> NoReturn:
-    """Become the keeper in a freshly forked process; never returns."""
+    """Become the keeper in a freshly forked process, which has all signals blocked; never returns."""
     # Never free what the agent had open at the fork: its descriptors' numbers are about to be used again.
     gc.disable()
     try:
         os.setsid()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         linux.set_child_subreaper()
         linux.set_process_name("baguarun-keeper")
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
