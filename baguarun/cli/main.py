@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from baguarun import __version__
+from baguarun.cli.console import show
 from baguarun.errors import BaguarunError, UsageError
 
 COMMANDS = {"run": "start a training script on one node or on several"}
@@ -34,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_HELP.format(commands="\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())))
+        show(_HELP.format(commands="\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())))
         return 0 if words else UsageError.exit_code
     if words[0] == "--version":
-        print(f"baguarun {__version__}")
+        show(f"baguarun {__version__}")
         return 0
     if words[0] == "run":
         from baguarun.cli import run

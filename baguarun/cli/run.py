@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from baguarun.cli.console import show
 from baguarun.errors import UsageError
 from baguarun.launcher.command import check_command
 from baguarun.launcher.options import GROUPS, Option, listed
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a job on this node until it ends; returns the exit code. Bad input ends before anything starts."""
     request = read_settings(argv)
     if request is None:
-        print(help_text())
+        show(help_text())
         return 0
     for notice in check(request):
         print(f"baguarun: {notice}", file=sys.stderr)

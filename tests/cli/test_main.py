@@ -67,3 +67,9 @@ def test_the_module_is_the_command_and_neither_torch_nor_grpc_is_loaded_for_an_e
     assert done.returncode == 2
     assert "gone.py: no such script" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_of_the_help_causes_no_traceback() -> None:
+    line = f"{sys.executable} -m baguarun run --help | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
