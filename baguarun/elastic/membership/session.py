@@ -182,9 +182,7 @@ class Session:
             entry = await self._patiently(lambda: self._store.get(self._node_key))
             if entry is not None and NodeRecord.from_json(entry.value).token == self._token:
                 # The transaction was applied and only its reply was lost.
-                leader = await self._patiently(lambda: self._store.get(self._keys.leader))
-                self._leading = leader is not None and leader.value == self._token.encode()
-                self._joined_as_leader = self._leading
+                self._leading = self._joined_as_leader = await self._patiently(self._holds_leader_key)
                 return entry.create_revision
             if entry is not None:
                 clash_since_s = await self._wait_for_id(clash_since_s)
@@ -313,10 +311,14 @@ class Session:
 
     async def _stand(self) -> bool:
         compares = [Compare(self._keys.leader, exists=False), Compare(self._node_key, exists=True)]
-        result = await self._store.transact(
-            compares, [Put(self._keys.leader, self._token.encode(), self._lease)]
-        )
-        return result.succeeded
+        claim = Put(self._keys.leader, self._token.encode(), self._lease)
+        result = await self._store.transact(compares, [claim])
+        return result.succeeded or await self._holds_leader_key()
+
+    async def _holds_leader_key(self) -> bool:
+        """Whether a transaction whose reply was lost had made us leader."""
+        leader = await self._store.get(self._keys.leader)
+        return leader is not None and leader.value == self._token.encode()
 
     def _stagger_s(self) -> float:
         """Node ranks 0 and 1 stand at once, the others later one by one, newcomers last."""
