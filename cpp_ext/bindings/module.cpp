@@ -1,7 +1,8 @@
 // Python module baguarun._C: the engine, and the codecs for tests. Nothing is decided here.
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "codec/codec.h"
 #include "engine/engine.h"
@@ -50,8 +51,8 @@ at::Tensor encode(const at::Tensor& values, codec::Wire wire) {
   const auto numElements = static_cast<size_t>(plain.numel());
   const auto bytes = static_cast<int64_t>(codec::encodedBytes(wire, numElements));
   at::Tensor chunk = at::zeros({bytes}, plain.options().dtype(at::kByte));
-  codec::encode(execOf(plain), wire, engine::codecType(plain.scalar_type()), plain.const_data_ptr(), numElements,
-                chunk.mutable_data_ptr());
+  codec::encode(execOf(plain), wire, engine::codecType(plain.scalar_type()), plain.const_data_ptr(),
+                numElements, chunk.mutable_data_ptr());
   return chunk;
 }
 
@@ -62,7 +63,8 @@ at::Tensor decode(const at::Tensor& chunk, codec::Wire wire, int64_t numElements
   return values;
 }
 
-at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale, int64_t numElements) {
+at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
+                        int64_t numElements) {
   at::Tensor result = at::zeros_like(chunks.at(0));
   std::vector<const void*> sources;
   sources.reserve(chunks.size());
@@ -100,8 +102,9 @@ void bindOperations(py::module_& module) {
       .def_readonly("average", &OperationSpec::average);
 }
 
-std::shared_ptr<Engine> makeEngine(const std::vector<std::tuple<std::string, at::Tensor, OperationSpec>>& parameters,
-                                   const engine::Group& group, const EngineSettings& settings) {
+std::shared_ptr<Engine> makeEngine(
+    const std::vector<std::tuple<std::string, at::Tensor, OperationSpec>>& parameters,
+    const engine::Group& group, const EngineSettings& settings) {
   std::vector<NamedParameter> named;
   named.reserve(parameters.size());
   for (const auto& [name, tensor, operation] : parameters) {

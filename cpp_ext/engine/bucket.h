@@ -14,7 +14,8 @@ namespace baguarun::engine {
 enum class OperationKind {
   // The backend's own all-reduce, in the gradient's type.
   kAllReduce,
-  // Every rank receives its chunk from all others, reduces it in rank order in fp32, and sends the result to all.
+  // Every rank receives its chunk from all others, reduces it in rank order in fp32, and sends the result to
+  // all.
   kScatterReduceGather,
 };
 

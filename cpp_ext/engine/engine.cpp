@@ -56,7 +56,8 @@ class Engine::ReadyHook final : public torch::autograd::FunctionPostHook {
   size_t index_;
 };
 
-std::shared_ptr<Engine> Engine::create(std::vector<NamedParameter> parameters, Group group, EngineSettings settings) {
+std::shared_ptr<Engine> Engine::create(std::vector<NamedParameter> parameters, Group group,
+                                       EngineSettings settings) {
   std::shared_ptr<Engine> engine(new Engine(std::move(parameters), std::move(group), settings));
   engine->installHooks();
   return engine;
@@ -118,7 +119,8 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
     for (const size_t index : members) {
       numElements += parameters_[index].tensor.numel();
     }
-    bucket.flat = at::zeros({numElements}, parameters_[members.front()].tensor.options().requires_grad(false));
+    bucket.flat =
+        at::zeros({numElements}, parameters_[members.front()].tensor.options().requires_grad(false));
     bucket.label = std::to_string(bucket.index) + " of " + std::to_string(plan.size()) + " (" +
                    parameters_[members.front()].name + " to " + parameters_[members.back()].name + ", " +
                    sizeText(bucket.flat.nbytes()) + ")";
@@ -181,7 +183,8 @@ void Engine::afterForward(const std::vector<at::Tensor>& outputs) {
     if (!firstSinceRound) {
       // One backward may serve several forwards: unused is what none of them reaches.
       std::vector<size_t> common;
-      std::set_intersection(before.begin(), before.end(), unused_.begin(), unused_.end(), std::back_inserter(common));
+      std::set_intersection(before.begin(), before.end(), unused_.begin(), unused_.end(),
+                            std::back_inserter(common));
       unused_ = std::move(common);
     }
   }
@@ -301,10 +304,11 @@ void Engine::onGradient(size_t index) {
   }
   Parameter& parameter = parameters_[index];
   if (parameter.ready) {
-    throw UsageFailure("parameter " + describe(index) +
-                       " got a second gradient in one backward pass. Either it is used in several re-entrant "
-                       "checkpoints (use_reentrant=False or static_graph=True), or it takes part in the loss although "
-                       "the outputs of forward do not lead to it");
+    throw UsageFailure(
+        "parameter " + describe(index) +
+        " got a second gradient in one backward pass. Either it is used in several re-entrant "
+        "checkpoints (use_reentrant=False or static_graph=True), or it takes part in the loss although "
+        "the outputs of forward do not lead to it");
   }
   if (--parameter.hooksLeft == 0) {
     if (!orderAdopted_) {
@@ -338,7 +342,8 @@ void Engine::beginRound() {
   }
 }
 
-// A backward that raises never runs its callbacks; that is how beforeForward tells it from one that left gradients out.
+// A backward that raises never runs its callbacks; that is how beforeForward tells it from one that left
+// gradients out.
 void Engine::watchGraphTask() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (graphTasks_.insert(task).second) {
@@ -368,18 +373,21 @@ void Engine::store(Parameter& parameter, size_t index) {
     unstored_.push_back(index);
   } else if (!gradient.is_same(view)) {
     if (gradient.layout() != at::kStrided) {
-      throw UsageFailure("parameter " + describe(index) + " has a sparse gradient; want a dense one (sparse=False)");
+      throw UsageFailure("parameter " + describe(index) +
+                         " has a sparse gradient; want a dense one (sparse=False)");
     }
     if (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes() ||
         gradient.device() != view.device()) {
       throw UsageFailure("parameter " + describe(index) + " was " + c10::toString(view.scalar_type()) + " " +
-                         c10::str(view.sizes()) + " on " + view.device().str() + " when it was wrapped, its gradient is " +
-                         c10::toString(gradient.scalar_type()) + " " + c10::str(gradient.sizes()) + " on " +
-                         gradient.device().str() + "; wrap the model again after changing it");
+                         c10::str(view.sizes()) + " on " + view.device().str() +
+                         " when it was wrapped, its gradient is " + c10::toString(gradient.scalar_type()) +
+                         " " + c10::str(gradient.sizes()) + " on " + gradient.device().str() +
+                         "; wrap the model again after changing it");
     }
     const at::NoGradGuard noGrad;
     if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {
-      device_.is_cpu() ? copyOnHost(gradient, view) : static_cast<void>(view.copy_(gradient, /*non_blocking=*/true));
+      device_.is_cpu() ? copyOnHost(gradient, view)
+                       : static_cast<void>(view.copy_(gradient, /*non_blocking=*/true));
     }
     gradient = view;
   }
@@ -435,7 +443,8 @@ void Engine::endLearning() {
 void Engine::finishRound() {
   const auto start = std::chrono::steady_clock::now();
   schedule_->finish();
-  stats_.exposedWaitSeconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  stats_.exposedWaitSeconds +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   stats_.steps += 1;
   stats_.bytesSent += schedule_->bytesPerRound();
   adoptUnstored();

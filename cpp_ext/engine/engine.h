@@ -1,9 +1,10 @@
-// The gradient engine: hooks on AccumulateGrad nodes, flat buckets, operations in one fixed order on every rank.
+// The gradient engine: hooks on AccumulateGrad nodes, flat buckets, operations in one fixed order on every
+// rank.
 //
 // A round is one backward pass whose gradients are communicated:
-//   beforeForward  raises what is left to raise of the last round; adopts the observed order of gradients, once
-//   afterForward   the next backward is a round
-//   backward       each hook stores a gradient in its bucket; full buckets are launched in order; at the end of the
+//   beforeForward  raises what is left to raise of the last round; adopts the observed order of gradients,
+//   once afterForward   the next backward is a round backward       each hook stores a gradient in its
+//   bucket; full buckets are launched in order; at the end of the
 //                  backward the caller waits for all of them
 // Without afterForward (no_sync) hooks leave the gradients alone.
 #pragma once
@@ -30,7 +31,8 @@ struct EngineSettings {
   PlanLimits limits{};
   // Walk the graph after each forward, so that parameters without a gradient do not hold up their bucket.
   bool findUnused = false;
-  // The graph is the same in every step: learn from the first round which parameters get gradients, and how often.
+  // The graph is the same in every step: learn from the first round which parameters get gradients, and how
+  // often.
   bool staticGraph = false;
 };
 
@@ -47,17 +49,19 @@ struct EngineStats {
   double exposedWaitSeconds = 0;
 };
 
-// Threads: backward may run on any thread; hooks are serialised by a mutex. All else is called by one thread, outside
-// of backward, without the GIL.
+// Threads: backward may run on any thread; hooks are serialised by a mutex. All else is called by one thread,
+// outside of backward, without the GIL.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `parameters` are on one device and are the same on every rank of `group`, which has at least two.
-  static std::shared_ptr<Engine> create(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
+  static std::shared_ptr<Engine> create(std::vector<NamedParameter> parameters, Group group,
+                                        EngineSettings settings);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Throws UsageFailure if the last round ended with gradients missing, CommunicationFailure if an operation failed.
+  // Throws UsageFailure if the last round ended with gradients missing, CommunicationFailure if an operation
+  // failed.
   void beforeForward();
   // Makes the next backward a round. `outputs` are needed with findUnused or staticGraph only.
   void afterForward(const std::vector<at::Tensor>& outputs);
@@ -129,7 +133,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool running_ = false;
   uint32_t round_ = 0;
   size_t nextBucket_ = 0;
-  // Backward passes (a re-entrant one counts by itself) that took part in this round, and how many of them ended well.
+  // Backward passes (a re-entrant one counts by itself) that took part in this round, and how many of them
+  // ended well.
   std::unordered_set<int> graphTasks_;
   size_t endedTasks_ = 0;
   // Parameters in the order of their gradients in the first round.

@@ -12,8 +12,8 @@ namespace {
 
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Message tags are 31 bits: round (12), bucket (18), stage (1). The round keeps a message that a failed round left
-// behind from being taken for one of a later round.
+// Message tags are 31 bits: round (12), bucket (18), stage (1). The round keeps a message that a failed round
+// left behind from being taken for one of a later round.
 constexpr uint32_t kRoundMask = 0xfff;
 constexpr size_t kMaxBuckets = size_t{1} << 18;
 
@@ -46,7 +46,8 @@ class Transfers {
     try {
       completed = entry.work->wait();
     } catch (const std::exception& error) {
-      throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": " + error.what());
+      throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": " +
+                                 error.what());
     }
     if (!completed) {
       throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": aborted");
@@ -81,9 +82,9 @@ class Transfers {
   bool aborted_ = false;
 };
 
-// Scatter-reduce-gather with one message per pair and stage. Plain gradients are sent from and received into the bucket
-// itself; others are encoded on the way out and decoded on the way in, this rank's own chunk included, so that all
-// ranks hold the same bits.
+// Scatter-reduce-gather with one message per pair and stage. Plain gradients are sent from and received into
+// the bucket itself; others are encoded on the way out and decoded on the way in, this rank's own chunk
+// included, so that all ranks hold the same bits.
 //
 // Two rounds instead of the 2(n-1) of a ring, and the same bytes: each rank sends 2(n-1)/n of the bucket.
 class PeerExchange final : public HostOperation {
@@ -116,8 +117,8 @@ class PeerExchange final : public HostOperation {
       const size_t peer = (rank_ + step) % size_;
       encodeChunk(peer);
       send(chunks_[peer], peer, Stage::kScatter, scatterSends_);
-      // The result of this chunk arrives where the contribution lies: its owner sends it after having received all of
-      // the contribution.
+      // The result of this chunk arrives where the contribution lies: its owner sends it after having
+      // received all of the contribution.
       receive(chunks_, peer, Stage::kGather, gatherReceives_);
     }
     encodeChunk(rank_);
@@ -178,8 +179,9 @@ class PeerExchange final : public HostOperation {
     const at::Tensor flatBytes = plain_ ? flat_.view(at::kByte) : at::Tensor();
     for (size_t peer = 0; peer < size_; ++peer) {
       const auto length = static_cast<int64_t>(chunkBytes(peer));
-      chunks_.push_back(plain_ ? flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(peer) * elementSize_), length)
-                               : at::zeros({length}, bytes));
+      chunks_.push_back(
+          plain_ ? flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(peer) * elementSize_), length)
+                 : at::zeros({length}, bytes));
     }
     const auto own = static_cast<int64_t>(chunkBytes(rank_));
     for (size_t peer = 0; peer < size_; ++peer) {
@@ -212,7 +214,9 @@ class PeerExchange final : public HostOperation {
     }
   }
 
-  char* place(size_t rank) const { return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * elementSize_; }
+  char* place(size_t rank) const {
+    return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * elementSize_;
+  }
 
   void encodeChunk(size_t rank) {
     if (!plain_ && layout_.numElements(rank) > 0) {
@@ -252,7 +256,8 @@ class PeerExchange final : public HostOperation {
 // The backend's own all-reduce: for types that have no codec.
 class WholeReduce final : public HostOperation {
  public:
-  WholeReduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType operation, double divisor)
+  WholeReduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType operation,
+              double divisor)
       : group_(group), tensors_{tensor}, divisor_(divisor) {
     options_.reduceOp = operation;
   }
@@ -288,7 +293,8 @@ class WholeReduce final : public HostOperation {
 
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket) {
   if (bucket.index >= kMaxBuckets) {
-    throw UsageFailure("the plan has more than " + std::to_string(kMaxBuckets) + " buckets; want a larger bucket_cap_mb");
+    throw UsageFailure("the plan has more than " + std::to_string(kMaxBuckets) +
+                       " buckets; want a larger bucket_cap_mb");
   }
   switch (bucket.operation.kind) {
     case OperationKind::kScatterReduceGather:

@@ -69,7 +69,8 @@ class StageThread {
   std::thread thread_;
 };
 
-// Buckets pass through three threads: while bucket b waits for the others, b+1 is encoded and sent, and b-1 decoded.
+// Buckets pass through three threads: while bucket b waits for the others, b+1 is encoded and sent, and b-1
+// decoded.
 class HostSchedule final : public Schedule {
  public:
   HostSchedule(const Group& group, const std::vector<Bucket>& buckets)
@@ -146,7 +147,8 @@ class HostSchedule final : public Schedule {
     done_.notify_all();
   }
 
-  // Runs a stage unless something failed before; the first failure is kept and ends the waits of the other stages.
+  // Runs a stage unless something failed before; the first failure is kept and ends the waits of the other
+  // stages.
   template <typename Run>
   void guarded(size_t task, const Run& run) {
     {

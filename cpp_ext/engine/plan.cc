@@ -18,8 +18,8 @@ struct OpenBucket {
 
 }  // namespace
 
-std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items, const std::vector<size_t>& order,
-                                             const PlanLimits& limits) {
+std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
+                                             const std::vector<size_t>& order, const PlanLimits& limits) {
   std::map<uint32_t, OpenBucket> open;
   std::map<uint32_t, size_t> closedOfKind;
   std::vector<OpenBucket> closed;

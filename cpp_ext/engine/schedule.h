@@ -1,10 +1,9 @@
 // When and where the operations of one plan run.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <cstdint>
 #include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "engine/bucket.h"
@@ -23,14 +22,15 @@ class Schedule {
   // A gradient of bucket `index` has been written by the caller's current stream.
   virtual void stored(size_t index) = 0;
 
-  // Starts the operation of bucket `index`. Every rank launches the same indices in the same order in each `round`.
+  // Starts the operation of bucket `index`. Every rank launches the same indices in the same order in each
+  // `round`.
   virtual void launch(size_t index, uint32_t round) = 0;
 
   // Starts a MAX all-reduce of `flags` (int32, on the group's device), after all buckets launched so far.
   virtual void launchFlags(const at::Tensor& flags, uint32_t round) = 0;
 
-  // Makes the caller wait for all that was launched: the calling thread on CPU, its current stream on an accelerator.
-  // Throws CommunicationFailure, now and on every later call, if anything failed.
+  // Makes the caller wait for all that was launched: the calling thread on CPU, its current stream on an
+  // accelerator. Throws CommunicationFailure, now and on every later call, if anything failed.
   virtual void finish() = 0;
 
   // Bytes that one launch of every bucket sends from this rank.

@@ -47,7 +47,8 @@ class StreamScope {
   c10::Stream previous_;
 };
 
-// Everything that happens to one bucket, enqueued on the current stream; c10d's waits are waits of that stream.
+// Everything that happens to one bucket, enqueued on the current stream; c10d's waits are waits of that
+// stream.
 class StreamOperation {
  public:
   virtual ~StreamOperation() = default;
@@ -75,8 +76,8 @@ class StreamReduce final : public StreamOperation {
   c10d::AllreduceOptions options_;
 };
 
-// Encode all chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has the size of
-// the largest, as the collectives want equal parts.
+// Encode all chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has
+// the size of the largest, as the collectives want equal parts.
 class StreamExchange final : public StreamOperation {
  public:
   StreamExchange(const Group& group, const Bucket& bucket)

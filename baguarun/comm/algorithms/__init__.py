@@ -1,0 +1,43 @@
+"""The algorithms by name. Settings are fields: `ByteGrad(average=False)` instead of the string "bytegrad"."""
+
+from __future__ import annotations
+
+import difflib
+
+from baguarun.comm.algorithms.base import Algorithm, Operation, OperationKind, Wire
+from baguarun.comm.algorithms.bytegrad import ByteGrad
+from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
+from baguarun.errors import UsageError
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "ByteGrad",
+    "GradientAllReduce",
+    "Operation",
+    "OperationKind",
+    "Wire",
+    "resolve",
+]
+
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (GradientAllReduce, ByteGrad)}
+
+DEFAULT = GradientAllReduce.name
+
+
+def resolve(algorithm: str | Algorithm | None, from_launcher: str | None = None) -> Algorithm:
+    """The algorithm meant by the script, else by the command line, else the default.
+
+    Raises `UsageError` for an unknown name, listing all and the nearest.
+    """
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    name = algorithm or from_launcher or DEFAULT
+    if not isinstance(name, str):
+        raise UsageError(f"algorithm={name!r}: want a name or an Algorithm object")
+    kind = ALGORITHMS.get(name)
+    if kind is None:
+        near = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"algorithm={name!r} is unknown; want one of {', '.join(sorted(ALGORITHMS))}{hint}")
+    return kind()

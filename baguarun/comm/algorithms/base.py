@@ -1,0 +1,69 @@
+"""What an algorithm is: which operation each bucket gets. The operations themselves are C++."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from baguarun.contract import WorkerEnv
+
+
+class OperationKind(enum.Enum):
+    """The ways in which the engine can combine a bucket over the ranks."""
+
+    ALL_REDUCE = "ALL_REDUCE"
+    """The backend's own all-reduce, in the gradient's type."""
+    SCATTER_REDUCE_GATHER = "SCATTER_REDUCE_GATHER"
+    """Each rank reduces its chunk in fp32, in rank order, and sends the result to all."""
+
+
+class Wire(enum.Enum):
+    """What travels between ranks in SCATTER_REDUCE_GATHER."""
+
+    F32 = "F32"
+    F16 = "F16"
+    BF16 = "BF16"
+    MINMAX8 = "MINMAX8"
+    """One byte per number on a grid between the least and the greatest of each block of 2048."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What happens to the buckets of one dtype."""
+
+    kind: OperationKind
+    wire: Wire = Wire.F32
+    """Read by SCATTER_REDUCE_GATHER only."""
+    average: bool = True
+    """Divide the sum by the number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """How gradients are combined. Subclasses are frozen dataclasses whose fields are the settings."""
+
+    name: ClassVar[str]
+    """What the user writes for it."""
+
+    @abstractmethod
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
+        """The operation for buckets of `dtype` on `device`."""
+
+    def check(self, env: WorkerEnv) -> None:
+        """Raise `UsageError` if the algorithm cannot do what is asked in this place."""
+
+
+WIRE_OF_DTYPE = {torch.float32: Wire.F32, torch.float16: Wire.F16, torch.bfloat16: Wire.BF16}
+"""Types that the codecs read and write; others (float64, integers) are all-reduced in their own type."""
+
+
+def full_precision(dtype: torch.dtype, device: torch.device, average: bool) -> Operation:
+    """The operation that sends each gradient in its own type."""
+    wire = WIRE_OF_DTYPE.get(dtype)
+    if wire is None or device.type != "cpu":
+        return Operation(kind=OperationKind.ALL_REDUCE, average=average)
+    return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=wire, average=average)

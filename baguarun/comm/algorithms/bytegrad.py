@@ -1,0 +1,43 @@
+"""Gradient averaging with 8 bits per number on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from baguarun.comm.algorithms.base import (
+    WIRE_OF_DTYPE,
+    Algorithm,
+    Operation,
+    OperationKind,
+    Wire,
+    full_precision,
+)
+from baguarun.contract import WorkerEnv
+from baguarun.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteGrad(Algorithm):
+    """8-bit scatter-reduce-gather (Bagua, arXiv 2107.01499): each block of 2048 numbers has its own range."""
+
+    name: ClassVar[str] = "bytegrad"
+
+    average: bool = True
+    """Divide the sum by the number of ranks."""
+    hierarchical: bool | None = None
+    """Compress between nodes only. None: whatever this version does best, at present one flat exchange."""
+
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
+        if dtype not in WIRE_OF_DTYPE:
+            return full_precision(dtype, device, self.average)
+        return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=Wire.MINMAX8, average=self.average)
+
+    def check(self, env: WorkerEnv) -> None:
+        if self.hierarchical and env.num_nodes > 1 and env.local_world_size > 1:
+            raise UsageError(
+                f"bytegrad: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} workers is not "
+                "there yet; want hierarchical=None (one flat exchange) or one worker per node"
+            )

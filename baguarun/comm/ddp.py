@@ -1,0 +1,131 @@
+"""`DistributedDataParallel`: torch's wrapper by name and behaviour, on our engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.algorithms import Algorithm, resolve
+from baguarun.comm.groups import read_worker_env
+from baguarun.comm.session import CommunicationStats, DataParallelSession, SessionSettings
+from baguarun.errors import UsageError
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps `module` so that every backward leaves the combined gradients of all ranks in `grad`.
+
+    Arguments have torch's names, order and meaning; ours are `optimizers` (whose state, if any, starts as rank 0's)
+    and `algorithm`, a name or an `Algorithm` (None: what `baguarun run --algorithm` says, else gradient_allreduce).
+    Gradients are always views of the buckets. Collective over the process group to construct. Raises `UsageError`
+    for what cannot be served; a failed collective raises `CommunicationError` from backward or the next forward.
+    """
+
+    module: nn.Module
+
+    def __init__(  # noqa: PLR0913 - torch's signature
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        algorithm: str | Algorithm | None = None,
+    ) -> None:
+        super().__init__()
+        if not gradient_as_bucket_view:
+            warnings.warn(
+                "gradient_as_bucket_view=False: gradients are views of the buckets all the same", stacklevel=2
+            )
+        self.module = module
+        self._session = DataParallelSession(
+            module,
+            algorithm=resolve(algorithm, read_worker_env().algorithm),
+            optimizers=optimizers,
+            process_group=process_group,
+            settings=SessionSettings(
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                broadcast_buffers=broadcast_buffers,
+                init_sync=init_sync,
+            ),
+        )
+        self._input_device = _input_device(self._session.device, device_ids, output_device, dim)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._session.before_forward()
+        if self._input_device is not None:
+            args = move_tensors(args, self._input_device)
+            kwargs = move_tensors(kwargs, self._input_device)
+        output = self.module(*args, **kwargs)
+        self._session.after_forward(output)
+        return output
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forwards inside it accumulate gradients locally, until a backward whose forward was outside."""
+        return self._session.no_sync()
+
+    def stats(self) -> CommunicationStats:
+        """What this model's communication has cost so far, on this rank."""
+        return self._session.stats()
+
+    def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "join() for uneven inputs is not there yet; give every rank the same number of batches"
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> NoReturn:
+        del state, hook
+        raise UsageError(
+            "register_comm_hook: the engine has algorithms in place of hooks; want algorithm=..."
+        )
+
+
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """`value` with all tensors in lists, tuples and mappings on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        moved = [move_tensors(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    if isinstance(value, list):
+        return [move_tensors(item, device) for item in value]
+    if isinstance(value, Mapping):
+        return {key: move_tensors(item, device) for key, item in value.items()}
+    return value
+
+
+def _input_device(
+    device: torch.device,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    dim: int,
+) -> torch.device | None:
+    """Where forward's inputs are moved to; None leaves them where they are."""
+    if dim != 0:
+        raise UsageError(f"dim={dim}: one process serves one device, so inputs are not split; want dim=0")
+    asked = [("device_ids", found) for found in device_ids or []]
+    asked += [("output_device", output_device)] if output_device is not None else []
+    for name, found in asked:
+        wanted = found if isinstance(found, torch.device) else torch.device("cuda", int(found))
+        if wanted != device:
+            raise UsageError(
+                f"{name} names {wanted} but the module is on {device}; want the same (on CPU: None)"
+            )
+    if device_ids and len(device_ids) > 1:
+        raise UsageError(f"device_ids={list(device_ids)}: one process serves one device; want one or None")
+    return device if device_ids else None

@@ -1,0 +1,98 @@
+"""Process groups: the job's default group, and the engine's own.
+
+`init_process_group` needs torchrun's variables only, whoever set them: this launcher, torchrun, Slurm or a hand.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from baguarun.contract import WorkerEnv
+from baguarun.errors import UsageError
+
+
+def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """Join the job's default process group; a script started by plain `python` becomes a World of one.
+
+    `backend` is nccl where CUDA is there, else gloo. `timeout` bounds every collective (None: torch's default).
+    On CUDA the device of LOCAL_RANK becomes the current one. A second call does nothing if it asks for the
+    same. Raises `UsageError` for a broken environment or a second call that asks for another backend.
+    """
+    env = read_worker_env()
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if dist.is_initialized():
+        present = dist.get_backend()
+        if backend is not None and backend != present:
+            raise UsageError(
+                f"init_process_group(backend={backend!r}): the process group exists with backend {present!r}; "
+                "want the same backend, or dist.destroy_process_group() first"
+            )
+        return
+    if torch.cuda.is_available():
+        _choose_device(env.local_rank)
+    if env.world_size == 1 and not env.master_port:
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if not env.master_port:
+        raise UsageError(
+            f"WORLD_SIZE={env.world_size} but MASTER_PORT is not set; want MASTER_ADDR and MASTER_PORT of "
+            "rank 0 (torchrun and `baguarun run` set them)"
+        )
+    dist.init_process_group(
+        chosen,
+        init_method="env://",
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timeout,
+    )
+
+
+def read_worker_env() -> WorkerEnv:
+    """This worker's place, checked; `UsageError` names the variable that makes no sense."""
+    try:
+        env = WorkerEnv.from_environ()
+    except ValueError as error:
+        raise UsageError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {error}"
+        ) from error
+    if not 0 <= env.rank < env.world_size:
+        raise UsageError(f"RANK={env.rank}: want 0 <= RANK < WORLD_SIZE={env.world_size}")
+    return env
+
+
+def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The group that one engine uses alone, with the members, backend and timeout of `parent`.
+
+    Collective over `parent`. On CPU it is a new one, so that the user's messages and ours never meet; on an
+    accelerator it is `parent` itself, since communicators that run side by side may block each other.
+    """
+    try:
+        backend = parent._get_backend(device)
+    except RuntimeError as error:
+        raise UsageError(
+            f"the model is on {device}, for which the process group has no backend "
+            f"(it has {dist.get_backend_config(parent)})"
+        ) from error
+    if device.type != "cpu":
+        if backend.name() == "gloo":
+            raise UsageError(f"the model is on {device}; want the nccl backend, the process group has gloo")
+        return parent
+    return dist.new_group(
+        ranks=dist.get_process_group_ranks(parent),
+        backend=backend.name(),
+        timeout=backend.options._timeout,
+        use_local_synchronization=True,
+        group_desc="baguarun engine",
+    )
+
+
+def _choose_device(local_rank: int) -> None:
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise UsageError(
+            f"LOCAL_RANK={local_rank} but this node has {count} CUDA devices; want --nproc-per-node {count} or less"
+        )
+    torch.cuda.set_device(local_rank if count > 1 else 0)

@@ -1,0 +1,260 @@
+"""One model made data-parallel: the engine, and what happens around forward. The wrapper and `with_bagua` share it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.agreement import Declaration, named_forms, require_same
+from baguarun.comm.algorithms import Algorithm
+from baguarun.comm.extension import load_extension
+from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.errors import CommunicationError, UsageError
+
+_BROADCAST_BUFFER_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """What the constructor of the wrapper was asked for."""
+
+    bucket_cap_mb: float | None = None
+    """Largest bucket in MiB (a larger gradient has one of its own); None: what measured best."""
+    find_unused_parameters: bool = False
+    """Walk the graph of each forward, so that parameters may be left out of the loss."""
+    static_graph: bool = False
+    """The graph is the same in every step: learn from the first which parameters get gradients, and how often."""
+    broadcast_buffers: bool = True
+    """Overwrite the buffers by rank 0's before forward."""
+    init_sync: bool = True
+    """Overwrite parameters, buffers and optimizer state by rank 0's at the start."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb}: want more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationStats:
+    """What one engine has done so far, on this rank."""
+
+    steps: int = 0
+    """Backward passes whose gradients were communicated."""
+    bytes_sent: int = 0
+    """Bytes of gradients sent."""
+    buckets: int = 0
+    """Buckets per step."""
+    exposed_wait_s: float = 0.0
+    """Seconds for which the end of backward waited for communication."""
+
+
+class DataParallelSession:
+    """Keeps the replicas of one module together. Collective over the process group to construct.
+
+    Raises `UsageError` for a model that cannot be served, naming the parameter, and on every rank if the ranks'
+    models differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        algorithm: Algorithm,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        process_group: dist.ProcessGroup | None = None,
+        settings: SessionSettings,
+    ) -> None:
+        self.algorithm = algorithm
+        self.settings = settings
+        self._sync_gradients = True
+        self._last_forward_synced = True
+        self._engine: Any = None
+        parameters = trainable_parameters(module)
+        self.device = parameters[0][1].device
+        parent = _require_group(process_group)
+        algorithm.check(read_worker_env())
+        self._buffers = (
+            [_real_view(buffer) for buffer in module.buffers()] if settings.broadcast_buffers else []
+        )
+        if dist.get_world_size(parent) == 1:
+            return
+        extension = load_extension()
+        self._broadcast_coalesced = extension.broadcast_coalesced
+        self._group = engine_group(parent, self.device)
+        require_same(self._declare(module), self._group, self.device)
+        if settings.init_sync:
+            self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
+            self._broadcast([_real_view(buffer) for buffer in module.buffers()])
+            _broadcast_optimizer_state(optimizers, self._group)
+        self._engine = self._make_engine(extension, parameters)
+
+    def before_forward(self) -> None:
+        """Raise what the last step left to raise; overwrite buffers by rank 0's."""
+        if self._engine is None:
+            return
+        syncing = torch.is_grad_enabled() and self._sync_gradients
+        if syncing:
+            self._engine.before_forward()
+        if self._buffers and (syncing or self._last_forward_synced):
+            self._broadcast(self._buffers)
+
+    def after_forward(self, output: Any) -> None:
+        """Tell the engine whether the backward of this forward communicates."""
+        if self._engine is None:
+            return
+        if torch.is_grad_enabled() and self._sync_gradients:
+            self._last_forward_synced = True
+            self._engine.after_forward(list(find_tensors(output)) if self._engine.needs_outputs() else [])
+        else:
+            self._last_forward_synced = False if torch.is_grad_enabled() else self._last_forward_synced
+            self._engine.after_local_forward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside it accumulate gradients locally, until a backward whose forward was outside."""
+        before = self._sync_gradients
+        self._sync_gradients = False
+        try:
+            yield
+        finally:
+            self._sync_gradients = before
+
+    def stats(self) -> CommunicationStats:
+        """Counters since construction."""
+        if self._engine is None:
+            return CommunicationStats()
+        found = self._engine.stats()
+        return CommunicationStats(
+            steps=found.steps,
+            bytes_sent=found.bytes_sent,
+            buckets=found.buckets,
+            exposed_wait_s=found.exposed_wait_s,
+        )
+
+    def _make_engine(self, extension: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
+        specs = {}
+        for dtype in {parameter.dtype for _, parameter in parameters}:
+            operation = self.algorithm.operation(dtype, self.device)
+            specs[dtype] = extension.OperationSpec(
+                kind=getattr(extension.OperationKind, operation.kind.value),
+                wire=getattr(extension.Wire, operation.wire.value),
+                average=operation.average,
+            )
+        first_bytes, bucket_bytes = bucket_limits(self.settings.bucket_cap_mb)
+        return extension.Engine(
+            [(name, parameter, specs[parameter.dtype]) for name, parameter in parameters],
+            self._group,
+            extension.EngineSettings(
+                bucket_bytes=bucket_bytes,
+                first_bucket_bytes=first_bytes,
+                find_unused=self.settings.find_unused_parameters,
+                static_graph=self.settings.static_graph,
+            ),
+        )
+
+    def _declare(self, module: nn.Module) -> Declaration:
+        settings = [("algorithm", repr(self.algorithm))]
+        settings += [(name, repr(value)) for name, value in dataclasses.asdict(self.settings).items()]
+        tensors = named_forms(module.named_parameters()) + named_forms(module.named_buffers())
+        return Declaration(settings=tuple(settings), tensors=tuple(tensors))
+
+    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
+        if not tensors:
+            return
+        try:
+            with torch.no_grad():
+                self._broadcast_coalesced(self._group, tensors, _BROADCAST_BUFFER_BYTES)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"broadcast of {len(tensors)} tensors from rank 0 failed: {error}"
+            ) from error
+
+
+def bucket_limits(bucket_cap_mb: float | None) -> tuple[int, int]:
+    """Bytes of the first bucket and of the others."""
+    if bucket_cap_mb is not None:
+        return int(bucket_cap_mb * 2**20), int(bucket_cap_mb * 2**20)
+    return 1 << 20, 8 << 20
+
+
+def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Named parameters that require gradients, each once; raises `UsageError` for what cannot be served."""
+    _refuse_sparse(module)
+    found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not found:
+        raise UsageError(
+            "the module has no parameter that requires a gradient: there is nothing to make parallel"
+        )
+    device = found[0][1].device
+    for name, parameter in found:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"parameter '{name}' is not initialised; run one forward before wrapping the module"
+            )
+        if parameter.is_complex():
+            raise UsageError(f"parameter '{name}' is {parameter.dtype}; complex parameters are not supported")
+        if parameter.layout is not torch.strided:
+            raise UsageError(f"parameter '{name}' has layout {parameter.layout}; want a dense one")
+        if parameter.device != device:
+            raise UsageError(
+                f"parameter '{name}' is on {parameter.device}, '{found[0][0]}' on {device}; want one device"
+            )
+    return found
+
+
+def find_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from find_tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from find_tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from find_tensors(getattr(output, field.name))
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            path = f"{name}.weight" if name else "weight"
+            raise UsageError(
+                f"parameter '{path}' has sparse gradients, which are not supported; want sparse=False"
+            )
+
+
+def _require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise UsageError("there is no process group yet; call baguarun.init_process_group() first")
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise UsageError("this rank is not a member of process_group")
+    return group
+
+
+def _real_view(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup) -> None:
+    """Give every rank the optimizer state of rank 0, if rank 0 has any (a job that goes on from a checkpoint)."""
+    if not optimizers:
+        return
+    root = dist.get_global_rank(group, 0)
+    states: list[Any] = [[optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]]
+    dist.broadcast_object_list(states, src=root, group=group)
+    if dist.get_rank(group) == 0:
+        return
+    for optimizer, state in zip(optimizers, states[0], strict=True):
+        if state is not None:
+            optimizer.load_state_dict(state)

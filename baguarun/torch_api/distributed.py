@@ -1,0 +1,54 @@
+"""`module.with_bagua(...)`: the module itself becomes data-parallel, without a wrapper around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.algorithms import Algorithm, resolve
+from baguarun.comm.session import DataParallelSession, SessionSettings
+from baguarun.errors import UsageError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def with_bagua(
+    self: Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str,
+    process_group: dist.ProcessGroup | None = None,
+    do_flatten: bool = True,
+) -> Module:
+    """Make this module data-parallel and return it: hooks around its forward, and the engine on its parameters.
+
+    Adds `no_sync()` and `stats()` to the module; names in its state_dict stay as they are. Raises `UsageError` for
+    what cannot be served. Collective over the process group.
+    """
+    if not do_flatten:
+        raise UsageError(
+            "with_bagua: do_flatten=False; gradients always live in flat buckets, want do_flatten=True"
+        )
+    if "_baguarun_session" in self.__dict__:
+        raise UsageError("with_bagua: this module is data-parallel already")
+    session = DataParallelSession(
+        self,
+        algorithm=resolve(algorithm),
+        optimizers=optimizers,
+        process_group=process_group,
+        settings=SessionSettings(),
+    )
+
+    def before(_module: nn.Module, _inputs: Any) -> None:
+        session.before_forward()
+
+    def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        session.after_forward(output)
+
+    self.register_forward_pre_hook(before)
+    self.register_forward_hook(after)
+    self.__dict__.update(_baguarun_session=session, no_sync=session.no_sync, stats=session.stats)
+    return self
