@@ -6,8 +6,8 @@
 //
 // Wires
 //   f32, f16, bf16  The numbers themselves. Narrowing rounds to nearest, ties to even, overflows to Inf, and
-//                   keeps a NaN a NaN (sign and upper payload bits, made quiet). The same type in and out is a
-//                   copy.
+//                   keeps a NaN a NaN (sign and upper payload bits, made quiet). The same type in and out is
+//                   a copy.
 //   minmax8         One byte per number. A chunk is: a header {float base, float scale} for every block, then
 //                   one byte q per number. A number decodes to base + q*scale.
 //
@@ -21,20 +21,21 @@
 //   4. step below 2^-126 (a constant block, or a range too small for normal numbers): scale = 0, q = 0, and
 //      base = 0 if the block spans zero, else mn. A constant block is therefore exact.
 //   5. q = clamp(rint((x-base)*inv), 0, 255). Every operation is rounded once, to nearest even.
-//   The error is at most scale/2 plus one ulp of the block's largest magnitude; under rule 4 it is at most
-//   mx-mn, which is then below 2^-118. -0 decodes to +0.
+//   The error is at most scale*(1/2 + 2^-14) plus one ulp of the block's largest magnitude; under rule 4 it
+//   is at most mx-mn, which is then below 2^-118. -0 decodes to +0.
 //
 // Every path (portable, AVX2, AVX-512, CUDA) gives the same chunk and the same decoded numbers, bit for bit.
 // Two things are left open: payload and sign of a NaN that a sum produces. The caller's floating-point
 // environment (flush-to-zero, rounding mode) does not matter: the CPU paths set their own and restore it. Do
 // not compile with -ffast-math, --use_fast_math or -ftz=true.
 //
-// Memory. The caller owns all of it; nothing is kept after return (CUDA: after the stream has passed the call,
-// except the host array `src` of pointers, which is read before return). Chunks want 4-byte alignment and are
-// fastest at 16; plain numbers want the alignment of their type. Exactly the payload is written: the padding
-// between the payload's end and encodedBytes is left as it is. Source and destination must not overlap, except
-// that `dst` may be exactly one of the `src` of a reduction whose result has the same representation, and
-// exactly `src` of a copy. A CUDA reduction of more than 64 chunks borrows numel floats from the stream's pool.
+// Memory. The caller owns all of it; nothing is kept after return (CUDA: after the stream has passed the
+// call, except the host array `src` of pointers, which is read before return). Chunks want 4-byte alignment
+// and are fastest at 16; plain numbers want the alignment of their type. Exactly the payload is written: the
+// padding between the payload's end and encodedBytes is left as it is. Source and destination must not
+// overlap, except that `dst` may be exactly one of the `src` of a reduction whose result has the same
+// representation, and exactly `src` of a copy. A CUDA reduction of more than 64 chunks borrows numel floats
+// from the stream's pool.
 //
 // Errors. std::invalid_argument for a reduction of nothing or of null pointers; std::runtime_error for
 // Device::cuda in a build without CUDA, and for every CUDA error, with the call that failed.

@@ -1,0 +1,179 @@
+"""The compiled codecs behind numpy: builds the shim once per state of its sources, calls it through ctypes.
+
+Every output lies between guard bytes, which are looked at after every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.codec.reference import Bytes, DType, Numbers, Wire, encoded_bytes, payload_bytes, word_type
+
+ROOT = Path(__file__).parents[2]
+GUARD_BYTES = 64
+FILL = 0xA5
+
+# No -ffp-contract=off here: the format claims not to depend on it.
+BASE_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
+FAST = ("-O3",)
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def compiler() -> list[str]:
+    return os.environ.get("CXX", "g++").split()
+
+
+def build(flags: Sequence[str], extra_sources: Sequence[Path] = ()) -> Path:
+    """Path of the shared library made with `flags`, compiled unless it is there already."""
+    folder = ROOT / "cpp_ext" / "codec"
+    sources = [*sorted(folder.glob("*.cc")), ROOT / "tests" / "codec" / "shim.cpp", *extra_sources]
+    others = [*sorted(folder.glob("*.h")), *sorted(folder.glob("*.inc")), *sorted(folder.glob("*.cu"))]
+    digest = hashlib.sha256(repr([compiler(), BASE_FLAGS, flags]).encode())
+    for file in [*sources, *others, *sorted((ROOT / "tests" / "codec").glob("*.h"))]:
+        digest.update(file.name.encode() + file.read_bytes())
+    library = ROOT / "build" / "codec_tests" / f"shim-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        part = library.with_suffix(f".{os.getpid()}.part")
+        command = [*compiler(), *BASE_FLAGS, *flags, f"-I{folder}", *map(str, sources), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        part.rename(library)
+    return library
+
+
+class Guarded:
+    """Room for `size` bytes, `offset` bytes off a 64-byte boundary, with guard bytes before and behind."""
+
+    def __init__(self, size: int, offset: int = 0) -> None:
+        self._memory = np.full(size + 3 * GUARD_BYTES, FILL, np.uint8)
+        self._start = GUARD_BYTES + (-self._memory.ctypes.data) % 64 + offset
+        self._size = size
+        self.room = self._memory[self._start : self._start + size]
+
+    def check(self) -> None:
+        before, behind = self._memory[: self._start], self._memory[self._start + self._size :]
+        assert np.all(before == FILL), "bytes before the output were written"
+        assert np.all(behind == FILL), "bytes behind the output were written"
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+class Codec:
+    """`codec.h` on numpy arrays. `offset` moves every input and output off its 64-byte boundary."""
+
+    def __init__(self, library: Path, offset: int = 0) -> None:
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.shim_error.restype = ctypes.c_char_p
+        self._lib.shim_path.restype = ctypes.c_char_p
+        self._lib.shim_encoded_bytes.restype = ctypes.c_size_t
+        self.offset = offset
+
+    def use_path(self, name: str) -> bool:
+        return bool(self._lib.shim_use_path(name.encode()))
+
+    def path(self) -> str:
+        return self._lib.shim_path().decode()
+
+    def encoded_bytes(self, wire: Wire, numel: int) -> int:
+        return self._lib.shim_encoded_bytes(int(wire), ctypes.c_size_t(numel))
+
+    def encode(self, wire: Wire, dtype: DType, numbers: Numbers) -> Bytes:
+        numel = len(numbers)
+        out = self._chunk(wire, numel)
+        src = self._moved(numbers)
+        self._check(
+            self._lib.shim_encode(
+                int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
+            )
+        )
+        return self._chunk_of(out, wire, numel)
+
+    def decode(self, wire: Wire, dtype: DType, chunk: Bytes, numel: int) -> Numbers:
+        out = self._numbers(dtype, numel)
+        src = self._moved(chunk)
+        self._check(
+            self._lib.shim_decode(
+                int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
+            )
+        )
+        out.check()
+        return out.room.view(word_type(dtype))
+
+    def reduce_encode(
+        self, wire: Wire, chunks: Sequence[Bytes], factor: float, numel: int, into: int | None = None
+    ) -> Bytes:
+        """`into` names the chunk that is also the destination."""
+        out = self._chunk(wire, numel)
+        src = [self._moved(chunk) for chunk in chunks]
+        if into is not None:
+            out.room[:] = src[into][: len(out.room)]
+            src[into] = out.room
+        self._check(
+            self._lib.shim_reduce_encode(
+                int(wire),
+                self._pointers(src),
+                ctypes.c_size_t(len(src)),
+                ctypes.c_float(factor),
+                ctypes.c_size_t(numel),
+                pointer(out.room),
+            )
+        )
+        return self._chunk_of(out, wire, numel)
+
+    def reduce_decode(
+        self, wire: Wire, dtype: DType, chunks: Sequence[Bytes], factor: float, numel: int
+    ) -> Numbers:
+        out = self._numbers(dtype, numel)
+        src = [self._moved(chunk) for chunk in chunks]
+        self._check(
+            self._lib.shim_reduce_decode(
+                int(wire),
+                int(dtype),
+                self._pointers(src),
+                ctypes.c_size_t(len(src)),
+                ctypes.c_float(factor),
+                ctypes.c_size_t(numel),
+                pointer(out.room),
+            )
+        )
+        out.check()
+        return out.room.view(word_type(dtype))
+
+    def encode_on_cuda(self) -> None:
+        self._check(self._lib.shim_encode_on_cuda())
+
+    def _check(self, failed: int) -> None:
+        if failed:
+            raise RuntimeError(self._lib.shim_error().decode())
+
+    def _moved(self, array: np.ndarray) -> Bytes:
+        copy = Guarded(array.nbytes, self.offset)
+        copy.room[:] = array.view(np.uint8)
+        return copy.room
+
+    def _chunk(self, wire: Wire, numel: int) -> Guarded:
+        # Not a byte more than the payload: the padding behind it is a guard, too.
+        return Guarded(payload_bytes(wire, numel), self.offset)
+
+    def _chunk_of(self, out: Guarded, wire: Wire, numel: int) -> Bytes:
+        out.check()
+        chunk = np.zeros(encoded_bytes(wire, numel), np.uint8)
+        chunk[: len(out.room)] = out.room
+        return chunk
+
+    def _numbers(self, dtype: DType, numel: int) -> Guarded:
+        return Guarded(numel * np.dtype(word_type(dtype)).itemsize, self.offset)
+
+    @staticmethod
+    def _pointers(arrays: Sequence[np.ndarray]) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * max(len(arrays), 1))(*[array.ctypes.data for array in arrays])
