@@ -1,4 +1,4 @@
-"""Running a test's body as an agent would run: in a process of its own, which may fork keepers and be killed."""
+"""Running the body of a test as an agent would run: in a process of its own that may fork keepers."""
 
 from __future__ import annotations
 
