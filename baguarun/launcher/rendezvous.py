@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from baguarun.errors import UsageError
+from baguarun.launcher.command_line import Given
 from baguarun.launcher.rdzv_conf import etcd_url, is_host
 from baguarun.launcher.settings import NO_JOB_ID, RdzvBackend, RunSettings, without_password
 
@@ -77,17 +78,18 @@ def choose_rendezvous(settings: RunSettings) -> Rendezvous:
     return Embedded()
 
 
-def no_effect_notices(settings: RunSettings, rendezvous: Rendezvous, given: Collection[str]) -> list[str]:
+def no_effect_notices(settings: RunSettings, rendezvous: Rendezvous, given: Mapping[str, Given]) -> list[str]:
     """One line for each option that was given (by name) and changes nothing at this meeting place."""
     reasons: dict[str, str] = {}
     if isinstance(rendezvous, Static):
         reasons = dict.fromkeys(("detect-timeout", "join-timeout"), "a static job has no membership to watch")
+        reasons["local-addr"] = "a static job tells no other node its address"
         if settings.rdzv_endpoint is not None:
             reasons |= dict.fromkeys(("master-addr", "master-port"), "--rdzv-endpoint says where rank 0 is")
     elif settings.rdzv_endpoint is not None or settings.max_nodes == 1:
         why = "rank 0's address and port are chosen anew for each World"
         reasons = dict.fromkeys(("master-addr", "master-port"), why)
-    notices = [f"--{name} has no effect: {why}" for name, why in reasons.items() if name in given]
+    notices = [f"{given[name].source} has no effect: {why}" for name, why in reasons.items() if name in given]
     if "is_host" in settings.rdzv_conf and not isinstance(rendezvous, EndpointStore):
         notices.append("--rdzv-conf is_host has no effect: no node's address serves this meeting place")
     return notices

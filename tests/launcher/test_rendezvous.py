@@ -166,6 +166,7 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         ("--standalone --master-port 2", ["--master-port"]),
         ("--nnodes 2 --master-addr n --node-rank 0 --detect-timeout 9", ["--detect-timeout"]),
         ("--rdzv-backend static --rdzv-endpoint n:1 --master-port 2", ["--master-port"]),
+        ("--master-port 29501 --local-addr 10.0.0.1", ["--local-addr"]),
         ("--standalone --rdzv-conf is_host=1", ["--rdzv-conf is_host"]),
         ("--nnodes 2 --master-addr n --node-rank 0 --master-port 2", []),
         ("--nnodes 2 --rdzv-endpoint n --detect-timeout 9 --join-timeout 9", []),
