@@ -19,24 +19,31 @@ from tests.codec.reference import Bytes, DType, Numbers, Wire, encoded_bytes, pa
 ROOT = Path(__file__).parents[2]
 GUARD_BYTES = 64
 FILL = 0xA5
+CPU, CUDA = 0, 1
 
 # No -ffp-contract=off here: the format claims not to depend on it.
 BASE_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
 FAST = ("-O3",)
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+CUDA_ON_THREADS = (
+    *("-O1", "-DBAGUARUN_WITH_CUDA", "-Wno-unknown-pragmas", "-x", "c++"),
+    f"-I{ROOT / 'tests' / 'codec' / 'cuda_on_threads'}",
+)
 
 
 def compiler() -> list[str]:
     return os.environ.get("CXX", "g++").split()
 
 
-def build(flags: Sequence[str], extra_sources: Sequence[Path] = ()) -> Path:
+def build(flags: Sequence[str]) -> Path:
     """Path of the shared library made with `flags`, compiled unless it is there already."""
     folder = ROOT / "cpp_ext" / "codec"
-    sources = [*sorted(folder.glob("*.cc")), ROOT / "tests" / "codec" / "shim.cpp", *extra_sources]
-    others = [*sorted(folder.glob("*.h")), *sorted(folder.glob("*.inc")), *sorted(folder.glob("*.cu"))]
+    sources = [*sorted(folder.glob("*.cc")), ROOT / "tests" / "codec" / "shim.cpp"]
+    if "-DBAGUARUN_WITH_CUDA" in flags:
+        sources += sorted(folder.glob("*.cu"))
+    others = [*sorted(folder.glob("*.h")), *sorted(folder.glob("*.inc"))]
     digest = hashlib.sha256(repr([compiler(), BASE_FLAGS, flags]).encode())
-    for file in [*sources, *others, *sorted((ROOT / "tests" / "codec").glob("*.h"))]:
+    for file in [*sources, *others, *sorted((ROOT / "tests" / "codec").rglob("*.h"))]:
         digest.update(file.name.encode() + file.read_bytes())
     library = ROOT / "build" / "codec_tests" / f"shim-{digest.hexdigest()[:16]}.so"
     if not library.exists():
@@ -71,7 +78,8 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 class Codec:
     """`codec.h` on numpy arrays. `offset` moves every input and output off its 64-byte boundary."""
 
-    def __init__(self, library: Path, offset: int = 0) -> None:
+    def __init__(self, library: Path, offset: int = 0, device: int = CPU) -> None:
+        self.device = device
         self._lib = ctypes.CDLL(str(library))
         self._lib.shim_error.restype = ctypes.c_char_p
         self._lib.shim_path.restype = ctypes.c_char_p
@@ -93,7 +101,7 @@ class Codec:
         src = self._moved(numbers)
         self._check(
             self._lib.shim_encode(
-                int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
+                self.device, int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
             )
         )
         return self._chunk_of(out, wire, numel)
@@ -103,7 +111,7 @@ class Codec:
         src = self._moved(chunk)
         self._check(
             self._lib.shim_decode(
-                int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
+                self.device, int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
             )
         )
         out.check()
@@ -120,6 +128,7 @@ class Codec:
             src[into] = out.room
         self._check(
             self._lib.shim_reduce_encode(
+                self.device,
                 int(wire),
                 self._pointers(src),
                 ctypes.c_size_t(len(src)),
@@ -137,6 +146,7 @@ class Codec:
         src = [self._moved(chunk) for chunk in chunks]
         self._check(
             self._lib.shim_reduce_decode(
+                self.device,
                 int(wire),
                 int(dtype),
                 self._pointers(src),
@@ -148,9 +158,6 @@ class Codec:
         )
         out.check()
         return out.room.view(word_type(dtype))
-
-    def encode_on_cuda(self) -> None:
-        self._check(self._lib.shim_encode_on_cuda())
 
     def _check(self, failed: int) -> None:
         if failed:

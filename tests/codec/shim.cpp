@@ -9,8 +9,6 @@ namespace codec = baguarun::codec;
 
 namespace {
 
-constexpr codec::Exec kCpu{codec::Device::cpu, nullptr};
-
 thread_local char lastError[512];
 
 // 0, or 1 and the exception's text in shim_error().
@@ -25,6 +23,7 @@ int caught(Call call) {
   }
 }
 
+codec::Exec execOf(int device) { return {static_cast<codec::Device>(device), nullptr}; }
 codec::Wire wireOf(int wire) { return static_cast<codec::Wire>(wire); }
 codec::DType dtypeOf(int dtype) { return static_cast<codec::DType>(dtype); }
 
@@ -37,27 +36,23 @@ const char* shim_path() { return codec::cpuPath(); }
 int shim_use_path(const char* name) { return codec::usePath(name) ? 1 : 0; }
 size_t shim_encoded_bytes(int wire, size_t numel) { return codec::encodedBytes(wireOf(wire), numel); }
 
-int shim_encode(int wire, int dtype, const void* src, size_t numel, void* dst) {
-  return caught([&] { codec::encode(kCpu, wireOf(wire), dtypeOf(dtype), src, numel, dst); });
+int shim_encode(int device, int wire, int dtype, const void* src, size_t numel, void* dst) {
+  return caught([&] { codec::encode(execOf(device), wireOf(wire), dtypeOf(dtype), src, numel, dst); });
 }
 
-int shim_decode(int wire, int dtype, const void* src, size_t numel, void* dst) {
-  return caught([&] { codec::decode(kCpu, wireOf(wire), dtypeOf(dtype), src, numel, dst); });
+int shim_decode(int device, int wire, int dtype, const void* src, size_t numel, void* dst) {
+  return caught([&] { codec::decode(execOf(device), wireOf(wire), dtypeOf(dtype), src, numel, dst); });
 }
 
-int shim_reduce_encode(int wire, const void* const* src, size_t count, float scale, size_t numel, void* dst) {
-  return caught([&] { codec::reduceEncode(kCpu, wireOf(wire), src, count, scale, numel, dst); });
-}
-
-int shim_reduce_decode(int wire, int dtype, const void* const* src, size_t count, float scale, size_t numel,
+int shim_reduce_encode(int device, int wire, const void* const* src, size_t count, float scale, size_t numel,
                        void* dst) {
-  return caught(
-      [&] { codec::reduceDecode(kCpu, wireOf(wire), dtypeOf(dtype), src, count, scale, numel, dst); });
+  return caught([&] { codec::reduceEncode(execOf(device), wireOf(wire), src, count, scale, numel, dst); });
 }
 
-int shim_encode_on_cuda() {
-  return caught([] {
-    codec::encode({codec::Device::cuda, nullptr}, codec::Wire::f32, codec::DType::f32, "", 1, nullptr);
+int shim_reduce_decode(int device, int wire, int dtype, const void* const* src, size_t count, float scale,
+                       size_t numel, void* dst) {
+  return caught([&] {
+    codec::reduceDecode(execOf(device), wireOf(wire), dtypeOf(dtype), src, count, scale, numel, dst);
   });
 }
 

@@ -75,7 +75,7 @@ def test_a_path_that_does_not_exist_is_not_taken(library: Path) -> None:
 
 def test_a_build_without_cuda_says_so(library: Path) -> None:
     with pytest.raises(RuntimeError, match="this build has no CUDA"):
-        Codec(library).encode_on_cuda()
+        Codec(library, device=native.CUDA).encode(Wire.f32, DType.f32, np.ones(3, np.float32))
 
 
 def runtime_library(name: str) -> str:

@@ -1,0 +1,123 @@
+// As much of CUDA as codec_cuda.cu uses, on CPU threads: the kernels' logic can be tested without a GPU. A
+// launch runs its blocks one after the other, each on blockDim.x threads that meet at real barriers. What
+// this cannot show is what only a device has: its own rounding, its memory model, its speed.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(threads)
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x_ = 1) : x(x_) {}
+};
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) ushort4 {
+  unsigned short x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
+  return {x, y, z, w};
+}
+
+inline thread_local dim3 threadIdx{0}, blockIdx{0};
+inline dim3 blockDim, gridDim;
+
+namespace cuda_on_threads {
+
+struct Meeting {
+  explicit Meeting(unsigned threads) : barrier(threads), floats(threads), flags(threads) {}
+  std::barrier<> barrier;
+  std::vector<float> floats;
+  std::vector<int> flags;
+};
+inline std::unique_ptr<Meeting> meeting;
+
+}  // namespace cuda_on_threads
+
+inline void __syncthreads() { cuda_on_threads::meeting->barrier.arrive_and_wait(); }
+
+inline int __syncthreads_or(int flag) {
+  cuda_on_threads::Meeting& meeting = *cuda_on_threads::meeting;
+  meeting.flags[threadIdx.x] = flag;
+  meeting.barrier.arrive_and_wait();
+  const bool any = std::any_of(meeting.flags.begin(), meeting.flags.end(), [](int f) { return f != 0; });
+  meeting.barrier.arrive_and_wait();
+  return any;
+}
+
+// All threads of the block call it, so the whole block may wait.
+inline float __shfl_xor_sync(unsigned, float x, int distance) {
+  cuda_on_threads::Meeting& meeting = *cuda_on_threads::meeting;
+  meeting.floats[threadIdx.x] = x;
+  meeting.barrier.arrive_and_wait();
+  const float other = meeting.floats[threadIdx.x ^ static_cast<unsigned>(distance)];
+  meeting.barrier.arrive_and_wait();
+  return other;
+}
+
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline int __float2int_rn(float x) {
+  if (x != x) return 0;
+  return static_cast<int>(std::nearbyint(std::clamp(static_cast<double>(x), -2147483648.0, 2147483647.0)));
+}
+inline int min(int a, int b) { return std::min(a, b); }
+inline int max(int a, int b) { return std::max(a, b); }
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream = nullptr;
+};
+
+template <class Kernel, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, Args... args) {
+  gridDim = config->gridDim;
+  blockDim = config->blockDim;
+  cuda_on_threads::meeting = std::make_unique<cuda_on_threads::Meeting>(blockDim.x);
+  std::vector<std::jthread> threads;
+  for (unsigned t = 0; t < blockDim.x; ++t) {
+    threads.emplace_back([=] {
+      threadIdx.x = t;
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        kernel(args...);
+        __syncthreads();
+      }
+    });
+  }
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(dst, src, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
+  *pointer = std::malloc(bytes);
+  return *pointer == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+inline cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
+  std::free(pointer);
+  return cudaSuccess;
+}
+inline const char* cudaGetErrorString(cudaError_t) { return "out of memory"; }

@@ -1,0 +1,70 @@
+"""The CUDA kernels on CPU threads (cuda_on_threads/cuda_runtime.h), where there is no GPU to run them.
+
+Rounding, memory model and speed are the device's own: test_cuda_parity.py looks at those.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.codec import native, numbers, reference
+from tests.codec.native import Codec
+from tests.codec.reference import DType, Wire
+from tests.codec.test_reduce import assert_same_chunk, assert_same_numbers
+
+SIZES = (1, 3, 70, 2047, 2048, 2048 + 6, 3 * 2048 + 1025)
+
+
+@pytest.fixture(scope="module")
+def cuda_library() -> Path:
+    return native.build(native.CUDA_ON_THREADS)
+
+
+@pytest.fixture(params=[0, 4], ids=["aligned", "unaligned"])
+def cuda(cuda_library: Path, request: pytest.FixtureRequest) -> Codec:
+    return Codec(cuda_library, offset=request.param, device=native.CUDA)
+
+
+def samples(numel: int, seed: int) -> list[np.ndarray]:
+    """One array of each kind, and one with an overflow."""
+    rng = np.random.default_rng(seed)
+    made = [kind(rng, numel).astype(np.float32) for kind in numbers.KINDS]
+    made.append(rng.standard_normal(numel).astype(np.float32))
+    made[-1][numel // 2] = np.inf
+    return made
+
+
+@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("dtype", DType)
+def test_the_kernels_encode_and_decode_as_the_reference(cuda: Codec, wire: Wire, dtype: DType) -> None:
+    for numel in SIZES:
+        for wide in samples(numel, seed=numel)[:: 4 if numel > 2048 else 2]:
+            x = reference.narrow(dtype, wide)
+            chunk = reference.encode(wire, dtype, x)
+            np.testing.assert_array_equal(cuda.encode(wire, dtype, x), chunk)
+            got = cuda.decode(wire, dtype, chunk, numel)
+            np.testing.assert_array_equal(
+                got.view(np.uint8), reference.decode(wire, dtype, chunk, numel).view(np.uint8)
+            )
+
+
+@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("count", [1, 3, 70])
+def test_the_kernels_reduce_in_rank_order(cuda: Codec, wire: Wire, count: int) -> None:
+    numel = 2 * 2048 + 70
+    for seed in range(3):
+        wide = [samples(numel, seed=100 * seed + k) for k in range(count)]
+        src = [
+            reference.encode(wire, DType.f32, arrays[(seed + k) % len(arrays)])
+            for k, arrays in enumerate(wide)
+        ]
+        total = reference.reduced(wire, src, 1 / 3, numel)
+        want = reference.encode(wire, DType.f32, total)
+        assert_same_chunk(wire, cuda.reduce_encode(wire, src, 1 / 3, numel), want)
+        assert_same_chunk(wire, cuda.reduce_encode(wire, src, 1 / 3, numel, into=count - 1), want)
+        for dtype in DType:
+            got = cuda.reduce_decode(wire, dtype, src, 1 / 3, numel)
+            assert_same_numbers(dtype, got, reference.narrow(dtype, total))
