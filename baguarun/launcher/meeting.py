@@ -39,6 +39,8 @@ class Meeting:
         self._say = say
         self._etcd: PrivateEtcd | None = None
         self._store: EtcdStore | None = None
+        self._endpoint: HostPort | None = None
+        """Where this machine serves the endpoint; its name may mean another address here than elsewhere."""
 
     @property
     def serves_others(self) -> bool:
@@ -58,10 +60,12 @@ class Meeting:
             listen = HostPort("127.0.0.1", 0)
         else:
             is_ours = is_local_host(place.host) if place.is_host is None else place.is_host
-            # Two agents on one machine name the same endpoint: the second finds it served and joins.
-            if not is_ours or not port_is_free(place.host, place.port):
+            if not is_ours:
                 return
-            listen = HostPort(serving_address(place.host), place.port)
+            self._endpoint = listen = HostPort(serving_address(place.host), place.port)
+            # Two agents on one machine name the same endpoint: the second finds it served and joins.
+            if not port_is_free(listen.host, listen.port):
+                return
         self._etcd = PrivateEtcd(listen, binary=self._settings.etcd_binary)
         self._etcd.start()
 
@@ -77,8 +81,8 @@ class Meeting:
                 self._etcd.url, timeout_s=_OPEN_TIMEOUT_S, ping_interval_s=PING_INTERVAL_S
             )
         elif isinstance(self._rendezvous, EndpointStore):
-            url = StoreUrl(endpoints=(HostPort(self._rendezvous.host, self._rendezvous.port),))
-            self._store = await self._open_when_served(url)
+            endpoint = self._endpoint or HostPort(self._rendezvous.host, self._rendezvous.port)
+            self._store = await self._open_when_served(StoreUrl(endpoints=(endpoint,)))
         elif isinstance(self._rendezvous, ExternalStore):
             url = StoreUrl.parse(self._rendezvous.url, password=self._settings.store_password)
             self._store = await EtcdStore.open(url, timeout_s=_OPEN_TIMEOUT_S)
