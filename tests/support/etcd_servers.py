@@ -215,6 +215,10 @@ class EtcdServer:
     def freeze(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        # Every thread must have stopped: until then it may go on answering.
+        tasks = Path("/proc", str(self.process.pid), "task")
+        while any(_state(task) not in "TtZX" for task in tasks.iterdir()):
+            time.sleep(0.002)
 
     def thaw(self) -> None:
         assert self.process is not None
@@ -240,6 +244,14 @@ class EtcdServer:
         done = subprocess.run([*command, *args], capture_output=True, text=True, env=environ, timeout=60)
         assert done.returncode == 0, f"etcdctl {args}: {done.stderr}"
         return done.stdout
+
+
+def _state(task: Path) -> str:
+    """State letter of a thread in /proc, "X" when it is gone."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 @dataclass

@@ -143,9 +143,7 @@ class EtcdWatch:
                 while True:
                     waiting = not all(p.created for p in self._positions.values())
                     response = await stream.next(self._channel.attempt_s if waiting else None)
-                    batch = self._take(response)
-                    if batch is None and response.created and self._is_ahead(response):
-                        batch = await self._check_history(response.header.revision)
+                    batch = self._take(response) or await self._check_history(response)
                     if batch is not None:
                         yield batch
                         if batch.resynced:
@@ -160,10 +158,8 @@ class EtcdWatch:
         if response.canceled and response.compact_revision == 0:
             # etcd answers a refused watch with id -1.
             raise StreamEndedError(*_reason(response.cancel_reason))
-        if position is None:
+        if position is None or response.canceled:
             return None
-        if response.canceled:
-            return self._resync(response.compact_revision - 1)
         if response.created:
             position.created = True
             if all(p.created for p in self._positions.values()):
@@ -172,28 +168,30 @@ class EtcdWatch:
             return None
         return position.take(response)
 
-    def _resync(self, revision: int) -> WatchBatch:
-        """History up to `revision` cannot be had: skip it, and tell the consumer to list."""
-        for position in self._positions.values():
-            position.next_revision = revision + 1
-        _log.warning(
-            "store %s: changes up to revision %d are gone; listing again", self._channel.url, revision
-        )
-        return WatchBatch((), revision, resynced=True)
+    async def _check_history(self, response: pb.WatchResponse) -> WatchBatch | None:
+        """Notice that changes cannot be had any more; skip them, and tell the consumer to list.
 
-    def _is_ahead(self, response: pb.WatchResponse) -> bool:
-        return bool(response.header.revision < self._positions[response.watch_id].next_revision - 1)
-
-    async def _check_history(self, revision: int) -> WatchBatch | None:
-        """Tell a member that lags from a store that lost its data, where our revision would never come."""
+        Either they are compacted, or the store came back without its data and our revision would never come.
+        """
         ahead = max(p.next_revision for p in self._positions.values()) - 1
+        compacted = response.canceled and response.compact_revision > 0
+        if not compacted and not (response.created and response.header.revision < ahead):
+            return None
         try:
             reply = await self._channel.call(
                 RANGE, pb.RangeRequest(key=b"\0", count_only=True), "read the revision", repeatable=True
             )
         except StoreLostError as error:
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
-        return self._resync(reply.header.revision) if reply.header.revision < ahead else None
+        revision = reply.header.revision
+        if not compacted and revision >= ahead:
+            return None  # only this member lagged behind
+        for position in self._positions.values():
+            position.next_revision = revision + 1
+        _log.warning(
+            "store %s: changes up to revision %d are gone; listing again", self._channel.url, revision
+        )
+        return WatchBatch((), revision, resynced=True)
 
     async def _recover(self, connection: Connection, end: StreamEndedError, token: str | None) -> None:
         """Make the next attempt possible, after a pause; raises `StoreRefusedError` where there is none."""
