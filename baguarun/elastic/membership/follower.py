@@ -81,9 +81,9 @@ class Follower:
         self.finished = False
         self._spec = spec
         self._keys = JobKeys(spec.job_id)
-        self._row_key = self._keys.rows + node_id
+        self._row_prefix = f"{self._keys.rows}{node_id}/"
         self._emit = emit
-        self._row: Row | None = None
+        self._rows: dict[int, Row] = {}
         self._world: tuple[WorldRecord, bytes] | None = None
         self._live: tuple[int, int | None] | None = None
         self._waiting = ""
@@ -91,7 +91,7 @@ class Follower:
     def read(self, entry: Entry) -> None:
         """Take in one entry. Raises `UsageError` if the leader refuses us."""
         key, keys = entry.key, self._keys
-        if key == self._row_key:
+        if key.startswith(self._row_prefix):
             self._read_row(entry.value)
         elif key.startswith(keys.worlds):
             self._read_world(entry.value)
@@ -125,7 +125,7 @@ class Follower:
     def _read_row(self, value: bytes) -> None:
         row = parse_row(value)
         if isinstance(row, Row):
-            self._row = row
+            self._rows[row.generation % 2] = row
             self._match()
         elif row.refused:
             raise UsageError(row.text)
@@ -140,10 +140,11 @@ class Follower:
             self._match()
 
     def _match(self) -> None:
-        if self._world is None or self._row is None:
+        if self._world is None:
             return
-        (record, value), row = self._world, self._row
-        if (row.generation, row.token) != (record.generation, record.token):
+        record, value = self._world
+        row = self._rows.get(record.generation % 2)
+        if row is None or (row.generation, row.token) != (record.generation, record.token):
             return
         if self.place is not None and self.place.generation == record.generation:
             return

@@ -10,7 +10,8 @@
         check/<g>        the leader asks all members of g for a sign of life
         note             why nothing happens, for people
         outcome          how the job ended
-      row/<id>           one node's place in the newest World, or a word from the leader; watched by that node
+      row/<id>/0, 1      one node's place in the newest even and odd World   } watched
+      row/<id>/word      what the leader has to say to a node without a place } by that node
       members/<g>        who is in World g, in rank order; read by the next leader only
       ack/<g>/<id>       this node's older workers are gone (leased; counted, not watched)
       check/<g>/<id>     the answer to all/check/<g> (leased; counted, not watched)
@@ -44,6 +45,13 @@ class JobKeys:
         self.dones = self.root + "done/"
         self.leaves = self.root + "leave/"
         self.stop = self.root + "stop"
+
+    def row(self, node_id: str, generation: int) -> str:
+        """One node's place. Two in turn: a World that is prepared does not overwrite the one that is."""
+        return f"{self.rows}{node_id}/{generation % 2}"
+
+    def word(self, node_id: str) -> str:
+        return f"{self.rows}{node_id}/word"
 
     def ack(self, generation: int, node_id: str = "") -> str:
         """One node's acknowledgement; without a node, the prefix that is counted."""

@@ -211,8 +211,9 @@ class Leader:
         token = secrets.token_hex(4)
         rows = _rows(action, token)
         writes: list[Put | Delete] = []
-        writes += [Put(keys.rows + node_id, row.to_json()) for node_id, row in rows.items()]
-        writes += [Delete(keys.rows + node_id) for node_id in ledger.gone if node_id not in rows]
+        writes += [Put(keys.row(node_id, row.generation), row.to_json()) for node_id, row in rows.items()]
+        gone = (node_id for node_id in ledger.gone if node_id not in rows)
+        writes += [Delete(f"{keys.rows}{node_id}/", prefix=True) for node_id in gone]
         chunks = [writes[i : i + MAX_OPERATIONS] for i in range(0, len(writes), MAX_OPERATIONS)]
         await asyncio.gather(*(self._fenced(chunk) for chunk in chunks))
         record = WorldRecord(
@@ -260,7 +261,7 @@ class Leader:
         writes = []
         for node_id in action.node_ids:
             text = self._refusal(ledger, node_id) if action.refused else reason
-            writes.append(Put(self._keys.rows + node_id, Word(text=text, refused=action.refused).to_json()))
+            writes.append(Put(self._keys.word(node_id), Word(text=text, refused=action.refused).to_json()))
         for i in range(0, len(writes), MAX_OPERATIONS):
             await self._fenced(writes[i : i + MAX_OPERATIONS])
         ledger.told(action.node_ids)

@@ -230,7 +230,7 @@ class Ledger:
             else:
                 self._read(entry, now_s)
         rows = (e.key.removeprefix(keys.rows) for e in snapshot.entries if e.key.startswith(keys.rows))
-        self._gone.update(node_id for node_id in rows if node_id not in self._nodes)
+        self._gone.update(node_id for row in rows if (node_id := row.split("/")[0]) not in self._nodes)
 
 
 def _current(record: WorldRecord, members: tuple[Member, ...], *, live: bool, acked: int) -> CurrentWorld:

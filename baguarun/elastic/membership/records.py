@@ -95,7 +95,7 @@ class WorldRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`row/<id>` of a member: its place in World (generation, token)."""
+    """`row/<id>/…` of a member: its place in World (generation, token)."""
 
     generation: int
     token: str
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """`row/<id>` of a node without a place: what the leader has to say to it."""
+    """`row/<id>/word`: what the leader has to say to a node without a place."""
 
     text: str
     refused: bool

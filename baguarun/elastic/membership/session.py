@@ -54,7 +54,7 @@ class Session:
         self._settings = settings
         self._keys = JobKeys(spec.job_id)
         self._node_key = self._keys.nodes + offer.node_id
-        self._row_key = self._keys.rows + offer.node_id
+        self._row_prefix = f"{self._keys.rows}{offer.node_id}/"
         self._queue: asyncio.Queue[MembershipEvent | None] = asyncio.Queue()
         self._follower = Follower(spec, offer.node_id, self._queue.put_nowait)
         self._lease = 0
@@ -222,11 +222,10 @@ class Session:
 
     async def _catch_up(self) -> int:
         """Read all that concerns us afresh; returns the revision from which events are news."""
-        row = await self._patiently(lambda: self._store.get(self._row_key))
         snapshot = await self._patiently(lambda: self._store.list(self._keys.all))
-        if row is not None:
-            self._follower.read(row)
-        for entry in snapshot.entries:
+        # Rows last: each is written before its World, so that of a World we have seen is there by now.
+        rows = await self._patiently(lambda: self._store.list(self._row_prefix))
+        for entry in (*rows.entries, *snapshot.entries):
             self._follower.read(entry)
         self._note_leader(any(entry.key == self._keys.leader for entry in snapshot.entries))
         await self._answer()
@@ -246,7 +245,7 @@ class Session:
             pause_s = interval_s
 
     async def _follow(self, start_revision: int) -> None:
-        ranges = [WatchRange(self._keys.all, prefix=True), WatchRange(self._row_key, deletes=False)]
+        ranges = [WatchRange(self._keys.all, prefix=True), WatchRange(self._row_prefix, True, False)]
         async for batch in self._store.watch(ranges, start_revision):
             if batch.resynced:
                 await self._catch_up()
@@ -263,9 +262,9 @@ class Session:
         """What the events just read ask of us."""
         follower = self._follower
         if follower.unplaced:
-            row = await self._patiently(lambda: self._store.get(self._row_key))
-            if row is not None:
-                follower.read(row)
+            rows = await self._patiently(lambda: self._store.list(self._row_prefix))
+            for entry in rows.entries:
+                follower.read(entry)
             if follower.unplaced:
                 follower.expel(f"World {follower.seen} was formed without this node")
         generation, follower.asked = follower.asked, None
