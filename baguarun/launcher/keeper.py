@@ -86,6 +86,7 @@ class Keeper:
     @classmethod
     def fork(cls) -> Keeper:
         """Fork the keeper; call it first thing in the agent, before threads and grpc exist."""
+        _open_standard_fds()
         agent_end, keeper_end = socket.socketpair()
         linux.set_child_subreaper()
         # Held back until the keeper has said which signals it ignores: a ^C may come at any moment.
@@ -246,6 +247,15 @@ class Keeper:
             f"the process keeper (baguarun-keeper, pid {self.pid}) was killed, and all workers of this node "
             "with it; if nobody did that by hand, look for the out-of-memory killer in `dmesg`"
         )
+
+
+def _open_standard_fds() -> None:
+    """Started with stdin, stdout or stderr closed, our sockets and pipes would get their numbers."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _fail(future: asyncio.Future[Any], error: JobFailedError) -> None:

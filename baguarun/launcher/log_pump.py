@@ -135,6 +135,9 @@ class LogPump:
     def add(self, stream: PumpedStream) -> None:
         """Start reading a stream; its descriptor is the pump's from now on."""
 
+        # What poll announced may have been read by `catch_up` before its turn comes.
+        os.set_blocking(stream.read_fd, False)
+
         def register() -> None:
             self._streams[stream.read_fd] = stream
             self._poller.register(stream.read_fd, select.POLLIN)
@@ -162,9 +165,8 @@ class LogPump:
         def read() -> None:
             for stream in streams:
                 for _ in range(_CATCH_UP_READS):
-                    if stream.ended.done() or not select.select([stream.read_fd], [], [], 0)[0]:
+                    if stream.ended.done() or not self._read(stream):
                         break
-                    self._read(stream)
             caught_up.set_result(None)
 
         self._command(read)
@@ -195,7 +197,10 @@ class LogPump:
             while not (self._closing and not self._streams and not self._commands):
                 self._turn()
         except BaseException as error:
-            self._closed.set_exception(error)
+            # Whoever waits for a stream must hear of it.
+            self._closing = True
+            for ended in (*(stream.ended for stream in self._streams.values()), self._closed):
+                ended.set_exception(error)
             raise
         os.close(self._wake_fd)
         os.close(self._wake_write_fd)
@@ -214,11 +219,15 @@ class LogPump:
             elif stream.lines.waiting:
                 self._show_line(stream, stream.lines.overdue(time.monotonic()))
 
-    def _read(self, stream: PumpedStream) -> None:
-        data = os.read(stream.read_fd, _READ_BYTES)
+    def _read(self, stream: PumpedStream) -> bool:
+        """Carry what is there to where it belongs; false if there was nothing."""
+        try:
+            data = os.read(stream.read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
         if not data:
             self._end(stream)
-            return
+            return True
         self.bytes_read += len(data)
         stream.tail = (stream.tail + data)[-_TAIL_BYTES:]
         written = stream.file is None or stream.file.write(data)
@@ -227,6 +236,7 @@ class LogPump:
         # What its file cannot take is shown, also if the user wanted it in the file only.
         if stream.shown or not written:
             self._show_line(stream, stream.lines.feed(data, time.monotonic()))
+        return True
 
     def _end(self, stream: PumpedStream) -> None:
         self._show_line(stream, stream.lines.finish())

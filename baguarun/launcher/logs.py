@@ -204,7 +204,9 @@ class Logs:
         pending = {asyncio.wrap_future(stream.ended) for stream in streams}
         while pending:
             before = self._pump.bytes_read
-            _, pending = await asyncio.wait(pending, timeout=idle_s)
+            done, pending = await asyncio.wait(pending, timeout=idle_s)
+            for stream_ended in done:
+                stream_ended.result()
             late = asyncio.get_running_loop().time() >= give_up_at_s
             if not late and self._pump.bytes_read != before:
                 continue

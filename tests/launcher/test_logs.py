@@ -306,6 +306,23 @@ def test_what_the_agent_says_stands_on_lines_of_its_own():
         assert err.all() == b"one\ntwo\n[n:0] half a line\nthree\n"
 
 
+def test_catching_up_never_waits_for_output_that_was_read_already():
+    with consoles() as (out, err):
+
+        async def run() -> None:
+            logs = make_logs(LogSettings.from_flags(), out, err)
+            log = logs.open_worker(generation=1, rank=0, local_rank=0)
+            for _ in range(2000):
+                os.write(log.write_fds[0], b"x")
+                await logs.catch_up([log], limit_s=60)
+            log.close_write_ends()
+            await logs.finish([log])
+            await logs.close()
+
+        asyncio.run(run())
+        assert out.all() == b"[n:0] " + b"x" * 2000 + b"\n"
+
+
 def test_the_tail_is_the_end_of_the_output():
     with consoles() as (out, err):
 
