@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baguarun.elastic.membership.embedded import PING_INTERVAL_S, PrivateEtcd
 from baguarun.elastic.membership.store_url import HostPort, StoreUrl
-from baguarun.errors import StoreLostError
+from baguarun.errors import StoreLostError, UsageError
 from baguarun.launcher.addresses import is_local_host, port_is_free, serving_address
 from baguarun.launcher.rendezvous import Embedded, EndpointStore, ExternalStore
 from baguarun.launcher.settings import RunSettings
@@ -73,8 +73,7 @@ class Meeting:
         """Connect; an endpoint that another node is still about to serve is waited for."""
         from baguarun.elastic.membership.etcd import EtcdStore
 
-        if self._etcd is not None:
-            await self._etcd.wait_ready()
+        if self._etcd is not None and await self._etcd_is_ours(self._etcd):
             for warning in self._etcd.warnings:
                 self._say(f"baguarun: warning: {warning}")
             self._store = await EtcdStore.open(
@@ -89,6 +88,19 @@ class Meeting:
         if self._store is None:
             raise RuntimeError("Meeting.start was not called")
         return self._store
+
+    async def _etcd_is_ours(self, etcd: PrivateEtcd) -> bool:
+        """Wait until it serves. False if another agent of this machine was faster: its etcd has the port."""
+        try:
+            await etcd.wait_ready()
+        except UsageError:
+            if self._endpoint is None:
+                raise
+        if etcd.returncode is None:
+            return True
+        await etcd.stop()
+        self._etcd = None
+        return False
 
     async def _open_when_served(self, url: StoreUrl) -> EtcdStore:
         from baguarun.elastic.membership.etcd import EtcdStore
