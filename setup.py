@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)
@@ -211,7 +212,10 @@ def make_build_command(torch: Any) -> Any:
                 self.build_lib = str(ROOT / "build" / f"inplace.{tag}")
 
         def run(self) -> None:
-            super().run()
+            try:
+                super().run()
+            except (RuntimeError, CompileError) as error:
+                raise BuildError(f"the compiler's own words are above ({error})") from error
             self.write_build_info()
 
         def write_build_info(self) -> None:
