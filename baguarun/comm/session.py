@@ -100,8 +100,8 @@ class DataParallelSession:
         if self._engine is None:
             return
         syncing = torch.is_grad_enabled() and self._sync_gradients
-        if syncing:
-            self._engine.before_forward()
+        if torch.is_grad_enabled():
+            self._engine.before_forward(syncing)
         if self._buffers and (syncing or self._last_forward_synced):
             self._broadcast(self._buffers)
 

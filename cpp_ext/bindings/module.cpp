@@ -128,7 +128,7 @@ void bindEngine(py::module_& module) {
       .def_readonly("exposed_wait_s", &EngineStats::exposedWaitSeconds);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init(&makeEngine), py::arg("parameters"), py::arg("group"), py::arg("settings"), withoutGil)
-      .def("before_forward", &Engine::beforeForward, withoutGil)
+      .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)
       .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
       .def("after_local_forward", &Engine::afterLocalForward, withoutGil)
       .def("needs_outputs", &Engine::needsOutputs)

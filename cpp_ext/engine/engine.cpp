@@ -153,15 +153,17 @@ void Engine::adoptObservedOrder() {
   buildBuckets(std::vector<size_t>(values, values + agreed.numel()));
 }
 
-void Engine::beforeForward() {
+void Engine::beforeForward(bool communicates) {
   const std::scoped_lock lock(mutex_);
   if (running_) {
     throwIfMissing();
     // The backward pass raised: what it launched still ends, then all is as before it.
     schedule_->finish();
     resetRound();
+    armed_ = 0;
+    consumed_ = true;
   }
-  if (!orderAdopted_ && observedOrder_.size() == parameters_.size()) {
+  if (communicates && !orderAdopted_ && observedOrder_.size() == parameters_.size()) {
     adoptObservedOrder();
   }
 }
@@ -223,6 +225,9 @@ void Engine::throwIfMissing() {
     if (!parameters_[index].ready && ++missing <= kMaxNamed) {
       names += (names.empty() ? "" : ", ") + describe(index);
     }
+  }
+  if (missing == 0) {
+    return;
   }
   if (missing > kMaxNamed) {
     names += " and " + std::to_string(missing - kMaxNamed) + " more";
@@ -321,7 +326,10 @@ void Engine::onGradient(size_t index) {
 
 void Engine::beginRound() {
   running_ = true;
+  // Callbacks of earlier rounds carry another number and no longer count.
   ++round_;
+  graphTasks_.clear();
+  endedTasks_ = 0;
   nextBucket_ = 0;
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters.size();
@@ -471,8 +479,6 @@ void Engine::adoptUnstored() {
 
 void Engine::resetRound() {
   running_ = false;
-  graphTasks_.clear();
-  endedTasks_ = 0;
   unstored_.clear();
   learningQueued_ = false;
   const at::NoGradGuard noGrad;

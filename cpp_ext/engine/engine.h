@@ -60,9 +60,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Throws UsageFailure if the last round ended with gradients missing, CommunicationFailure if an operation
-  // failed.
-  void beforeForward();
+  // Throws UsageFailure if the last round ended with gradients missing, CommunicationFailure if an
+  // operation failed. Collective, once, if the backward to come `communicates`: adopts the observed order.
+  void beforeForward(bool communicates);
   // Makes the next backward a round. `outputs` are needed with findUnused or staticGraph only.
   void afterForward(const std::vector<at::Tensor>& outputs);
   // After a forward under no_sync: the next backward is not a round.
