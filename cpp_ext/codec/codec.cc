@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu_path.h"
 #include "codec_cuda.h"
+#include "cpu_path.h"
 
 namespace baguarun::codec {
 namespace {

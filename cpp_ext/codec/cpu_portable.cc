@@ -46,16 +46,25 @@ void narrow(DType to, const float* src, size_t n, void* dst) {
   }
 }
 
+// Floats as integers of the same order, which compilers compare many at a time. NaNs lie beyond the
+// infinities.
+int32_t orderOf(float x) {
+  const auto bits = static_cast<int32_t>(bitsOf(x));
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+float ofOrder(int32_t order) { return floatOf(static_cast<uint32_t>(order ^ (order >> 31 & 0x7fffffff))); }
+
 Grid measure(const float* src, size_t n) {
-  float mn = INFINITY;
-  float mx = -INFINITY;
-  bool nan = false;
+  int32_t least = orderOf(src[0]);
+  int32_t greatest = least;
   for (size_t i = 0; i < n; ++i) {
-    mn = src[i] < mn ? src[i] : mn;
-    mx = src[i] > mx ? src[i] : mx;
-    nan |= src[i] != src[i];
+    const int32_t order = orderOf(src[i]);
+    least = order < least ? order : least;
+    greatest = order > greatest ? order : greatest;
   }
-  return gridOf(mn, mx, nan);
+  const bool nan = least < orderOf(-INFINITY) || greatest > orderOf(INFINITY);
+  return gridOf(ofOrder(least), ofOrder(greatest), nan);
 }
 
 void quantise(const float* src, size_t n, Grid grid, uint8_t* q) {
@@ -63,9 +72,12 @@ void quantise(const float* src, size_t n, Grid grid, uint8_t* q) {
     std::memset(q, 0, n);
     return;
   }
+  const float base = grid.header.base;
+  const float inv = grid.inv;
   for (size_t i = 0; i < n; ++i) {
-    const float level = roundedToEven((src[i] - grid.header.base) * grid.inv);
-    q[i] = static_cast<uint8_t>(std::clamp(level, 0.0f, 255.0f));
+    const auto level = static_cast<int>(roundedToEven((src[i] - base) * inv));
+    const int raised = level < 0 ? 0 : level;
+    q[i] = static_cast<uint8_t>(raised > 255 ? 255 : raised);
   }
 }
 
