@@ -81,13 +81,15 @@ def main() -> None:
     started, samples = time.monotonic(), 0.0
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
+        epoch_loss = torch.zeros((), device=device)
         for images, labels in loader:
             loss = cross_entropy(model(images.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            epoch_loss += loss.detach()
             samples += len(labels)
-        mean_loss = total(loss.item(), device) / world_size
+        mean_loss = total(epoch_loss.item(), device) / len(loader) / world_size
         if rank == 0:
             rate = samples * world_size / (time.monotonic() - started)
             print(

@@ -1,0 +1,66 @@
+"""The examples train: alone, under torchrun and through the whole chain."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BAGUARUN = [sys.executable, "-m", "baguarun", "run", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PLAIN = [sys.executable]
+
+
+def run(launcher: list[str], script: str, *args: str) -> str:
+    """The output of one example, which has to succeed."""
+    done = subprocess.run(
+        [*launcher, f"examples/{script}/train.py", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        timeout=170,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(text) for text in re.findall(r"loss ([0-9.]+)", output)]
+
+
+def digits_moved_mb(algorithm: str) -> float:
+    """Megabytes that two workers moved in four epochs, in which they have to learn."""
+    output = run(BAGUARUN, "digits", "--epochs", "4", "--algorithm", algorithm)
+    assert len(losses(output)) == 4
+    assert losses(output)[-1] < losses(output)[0] / 4
+    accuracy = re.search(r"test accuracy ([0-9.]+)%", output)
+    assert accuracy is not None and float(accuracy[1]) > 90
+    assert "next: baguarun run" in output
+    return float(re.findall(r"([0-9.]+) MB moved between 2 worker", output)[0])
+
+
+@pytest.mark.slow
+def test_digits_learns_through_the_whole_chain_and_bytegrad_moves_a_quarter_of_the_bytes() -> None:
+    assert 0.2 < digits_moved_mb("bytegrad") / digits_moved_mb("gradient_allreduce") < 0.3
+
+
+def test_digits_runs_alone_and_moves_nothing() -> None:
+    assert " 0.0 MB moved between 1 worker" in run(PLAIN, "digits", "--epochs", "1")
+
+
+def test_digits_runs_under_torchrun() -> None:
+    assert "moved between 2 worker" in run(TORCHRUN, "digits", "--epochs", "1")
+
+
+@pytest.mark.slow
+def test_charlm_learns_and_writes_on_two_workers() -> None:
+    output = run(BAGUARUN, "charlm", "--steps", "20", "--sample", "40", "--algorithm", "bytegrad")
+    assert losses(output)[-1] < losses(output)[0] - 1
+    assert "The model writes:" in output and "def " in output
