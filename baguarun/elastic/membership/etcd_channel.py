@@ -28,6 +28,7 @@ MIN_VERSION = (3, 4)
 BELOW_VERSION = (4,)
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
+_ANONYMOUS: tuple[tuple[str, str], ...] = (("hasleader", "true"),)
 _PING_TIMEOUT_MS = 2000
 _PROBE_S = 2.0
 _SYSTEM_ROOTS = (
@@ -120,7 +121,7 @@ class EtcdChannel:
         """Seconds that one operation may take, with all its attempts."""
         self.attempt_s = min(ATTEMPT_S, timeout_s) if len(url.endpoints) > 1 else timeout_s
         """Seconds that one attempt may take; a lone endpoint gets all the time: there is no other."""
-        self.metadata: tuple[tuple[str, str], ...] = (("hasleader", "true"),)
+        self.metadata = _ANONYMOUS
         """Sent with every call: fail at once where there is no leader, and the login's token."""
         self._ping_interval_s = ping_interval_s
         self._credentials = _credentials(url) if url.tls else None
@@ -200,13 +201,14 @@ class EtcdChannel:
             connection, token = self.connection, self._token
             left_s = give_up - clock()
             try:
+                metadata = _ANONYMOUS if rpc is AUTHENTICATE else self.metadata
                 return await connection.unary(rpc)(
-                    request, timeout=max(0.01, min(self.attempt_s, left_s)), metadata=self.metadata
+                    request, timeout=max(0.01, min(self.attempt_s, left_s)), metadata=metadata
                 )
             except grpc.aio.AioRpcError as error:
                 code, details = error.code(), error.details() or ""
                 fault = classify(code, details)
-                if fault is Fault.TOKEN and self.url.user is not None and not logged_in:
+                if fault is Fault.TOKEN and token is not None and not logged_in and rpc is not AUTHENTICATE:
                     await self.login(token)
                     logged_in = True
                     continue
@@ -300,7 +302,7 @@ class EtcdChannel:
 
     def _use_token(self, token: str) -> None:
         self._token = token
-        self.metadata = (("hasleader", "true"), ("token", token))
+        self.metadata = (*_ANONYMOUS, ("token", token))
 
 
 def check_version(version: str, where: str) -> None:

@@ -54,7 +54,12 @@ async def probe(url: StoreUrl, endpoint: HostPort, timeout_s: float) -> Finding:
 
 
 async def _probe(url: StoreUrl, endpoint: HostPort) -> Finding:
-    answer = await _greet(endpoint, _tls_context(url) if url.tls else None)
+    try:
+        answer = await _greet(endpoint, _tls_context(url) if url.tls else None)
+    except ConnectionResetError:  # in the midst of the TLS handshake
+        answer = b""
+    if url.tls and not answer and await _greet(endpoint, None):
+        return _without_tls(endpoint)
     if len(answer) > 3 and answer[3] == _SETTINGS:
         return Finding(
             False, f"found an HTTP/2 server on {endpoint} that did not answer in time; is it overloaded?"
@@ -76,9 +81,7 @@ async def _probe(url: StoreUrl, endpoint: HostPort) -> Finding:
 def _tls_trouble(endpoint: HostPort, error: ssl.SSLError) -> Finding:
     reason = (error.reason or str(error)).upper()
     if "WRONG_VERSION" in reason or "UNKNOWN_PROTOCOL" in reason or "RECORD_LAYER" in reason:
-        return Finding(
-            True, f"found a server without TLS on {endpoint}; write etcd://... in place of etcds://..."
-        )
+        return _without_tls(endpoint)
     if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
         return Finding(
             True,
@@ -87,6 +90,12 @@ def _tls_trouble(endpoint: HostPort, error: ssl.SSLError) -> Finding:
         )
     return Finding(
         True, f"found that TLS with {endpoint} fails ({error.reason or error}); check cacert=, cert= and key="
+    )
+
+
+def _without_tls(endpoint: HostPort) -> Finding:
+    return Finding(
+        True, f"found a server without TLS on {endpoint}; write etcd://... in place of etcds://..."
     )
 
 
