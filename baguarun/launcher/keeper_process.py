@@ -32,7 +32,10 @@ ORPHAN_GRACE_S = 2.0
 KILL_BOUND_S = 5.0
 """Time between SIGKILL and giving a process up as stuck in the kernel."""
 
-_STOP_TICK_S = 0.05
+_WAIT_TICK_S = 0.25
+"""How often a stop looks for new orphans; the end of a worker is noticed at once."""
+
+_KILL_TICK_S = 0.02
 _NEVER_STARTED = 127
 
 
@@ -77,8 +80,7 @@ class KeeperLoop:
 
     def run(self) -> None:
         while not self._agent_gone:
-            timeout_ms = None if self._stop is None else _STOP_TICK_S * 1000
-            for fd, _ in self._poller.poll(timeout_ms):
+            for fd, _ in self._poller.poll(self._timeout_ms()):
                 if fd == self._wake_fd:
                     os.read(self._wake_fd, 4096)
                 elif fd == self._channel.fileno():
@@ -88,6 +90,12 @@ class KeeperLoop:
             self._reap()
             self._advance_stop()
         self._kill_everything()
+
+    def _timeout_ms(self) -> float | None:
+        if self._stop is None:
+            return None
+        grace_left_s = self._stop.kill_at_s - time.monotonic()
+        return max(_KILL_TICK_S, min(_WAIT_TICK_S, grace_left_s)) * 1000
 
     def _receive(self) -> None:
         try:

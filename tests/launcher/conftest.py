@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from baguarun.launcher.linux import set_parent_death_signal
+
 _MARK = "BAGUARUN_TEST_MARK"
 
 
@@ -64,6 +66,8 @@ def as_agent() -> Callable[[Callable[[], Awaitable[Any]]], Any]:
         pid = os.fork()
         if pid == 0:
             try:
+                # A test that runs into its time limit leaves nothing behind.
+                set_parent_death_signal(signal.SIGKILL)
                 os.close(read_fd)
                 try:
                     outcome = (asyncio.run(scenario()), "")  # type: ignore[arg-type]

@@ -309,6 +309,18 @@ def test_kill_9_of_the_keeper_ends_the_workers_and_is_told_clearly(processes):
     assert processes.alive() == []
 
 
+def test_workers_die_with_the_keeper_even_if_the_agent_is_frozen(processes):
+    agent, keeper_pid, _ = start_agent(processes)
+    workers = {pid for pid in processes.alive() if _parent(pid) == keeper_pid and _is_tree(pid)}
+    os.kill(agent.pid, signal.SIGSTOP)
+    os.kill(keeper_pid, signal.SIGKILL)
+    processes.wait_until(2 + 2 * (TREE_SIZE - 1))
+    assert not workers & set(processes.alive())
+    os.kill(agent.pid, signal.SIGCONT)
+    agent.communicate(timeout=60)
+    assert processes.alive() == []
+
+
 def test_the_keeper_cannot_be_ended_by_a_terminal_or_a_polite_signal(as_agent):
     async def scenario():
         keeper = Keeper.fork()
@@ -354,6 +366,10 @@ def test_a_process_stuck_in_the_kernel_is_named_and_left_behind(as_agent, proces
         (freezer / "freezer.state").write_text("THAWED")
         processes.wait_until(0)
         freezer.rmdir()
+
+
+def _is_tree(pid: int) -> bool:
+    return TREE in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def _parent(pid: int) -> int:
