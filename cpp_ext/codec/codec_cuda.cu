@@ -148,8 +148,8 @@ __device__ void loadSum(const Sources& sources, float scale, Place at, float (&t
   for (int i = 0; i < kQuad; ++i) total[i] = __fmul_rn(total[i], scale);
 }
 
-// The grid of the block whose numbers lie in all threads' x, the same in every thread. Synchronises the
-// threads.
+// The grid of the block whose numbers lie in all threads' x, the same in every thread. Its two barriers
+// also keep one turn's use of the shared memory apart from the next one's.
 __device__ Grid blockGrid(const float (&x)[kQuads][kQuad], size_t numel, size_t block) {
   __shared__ float warpLeast[kWarps];
   __shared__ float warpGreatest[kWarps];
@@ -202,7 +202,6 @@ __device__ void storeBlock(const float (&x)[kQuads][kQuad], size_t numel, size_t
     for (int i = 0; i < kQuad; ++i) bytes |= levelOf(x[quad][i], grid) << (8 * i);
     storeBytes(payload + at.offset, at.valid, bytes);
   }
-  __syncthreads();  // the next turn writes the shared memory again
 }
 
 // dst = out(in(src)), or out(scale * sum(in(src))). `out` is a wire, or the plain wire that a dtype is.
