@@ -38,14 +38,22 @@ def a_spec(min_nodes: int, max_nodes: int, *, max_restarts: int = 0, digest: str
 class FakeNode:
     """One node: acknowledges every `Prepare`, notes every event, has no workers."""
 
-    def __init__(self, server: FakeServer, spec: JobSpec, name: str, **offer: int | None) -> None:
+    def __init__(
+        self,
+        server: FakeServer,
+        spec: JobSpec,
+        name: str,
+        *,
+        slots: int = 2,
+        node_rank: int | None = None,
+        settings: MembershipSettings = SETTINGS,
+    ) -> None:
         self.name = name
         self.store = FakeStore(server, seed=sum(map(ord, name)))
-        slots, node_rank = offer.get("slots") or 2, offer.get("node_rank")
-        place = NodeOffer(
+        offer = NodeOffer(
             node_id=f"id-{name}", name=name, address=f"addr-{name}", slots=slots, node_rank=node_rank
         )
-        self.session = Session(self.store, spec, place, SETTINGS)
+        self.session = Session(self.store, spec, offer, settings)
         self.events: list[MembershipEvent] = []
         self.acknowledges = True
         self.task = asyncio.create_task(self.session.run())

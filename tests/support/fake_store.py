@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from baguarun.elastic.membership.store import (
     WatchBatch,
     WatchRange,
 )
+from baguarun.elastic.membership.waiting import within
 from baguarun.errors import RejoinError, StoreLostError
 
 T = TypeVar("T")
@@ -41,7 +43,8 @@ class FakeServer:
         self._next_lease = 100
         self.running = asyncio.Event()
         self.running.set()
-        self.writes = 0
+        self.puts: Counter[str] = Counter()
+        """How often each key has been written."""
 
     # -- trouble
 
@@ -148,7 +151,6 @@ class FakeServer:
                 events.append(self._put(operation, revision))
         if events:
             self.revision = revision
-            self.writes += len(events)
             self.history += events
             self._wake()
 
@@ -158,6 +160,7 @@ class FakeServer:
         entry = Entry(key, operation.value, created, revision, operation.lease)
         self._detach(old)
         self.entries[key] = entry
+        self.puts[key] += 1
         if operation.lease:
             self._lease_keys[operation.lease].add(key)
         return Event(Change.PUT, entry)
@@ -297,7 +300,7 @@ class FakeStore:
             raise StoreLostError("the link is cut")
         await self._link.wait()
         try:
-            await asyncio.wait_for(self.server.running.wait(), self.timeout_s)
+            await within(self.timeout_s, self.server.running.wait())
         except asyncio.TimeoutError:
             raise StoreLostError("the store does not answer") from None
 

@@ -17,11 +17,11 @@ from baguarun.elastic.membership.events import (
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.records import (
+    Live,
     Outcome,
     Past,
     Row,
     WorldRecord,
-    generation_from_json,
     parse_row,
 )
 from baguarun.elastic.membership.store import Entry
@@ -85,7 +85,7 @@ class Follower:
         self._emit = emit
         self._rows: dict[int, Row] = {}
         self._world: tuple[WorldRecord, bytes] | None = None
-        self._live: tuple[int, int | None] | None = None
+        self._live: Live | None = None
         self._waiting = ""
 
     def read(self, entry: Entry) -> None:
@@ -96,7 +96,7 @@ class Follower:
         elif key.startswith(keys.worlds):
             self._read_world(entry.value)
         elif key.startswith(keys.lives):
-            self._live = generation_from_json(entry.value)
+            self._live = Live.from_json(entry.value)
             self._start()
         elif key.startswith(keys.asks):
             self.asked = int(key.removeprefix(keys.asks))
@@ -134,8 +134,9 @@ class Follower:
 
     def _read_world(self, value: bytes) -> None:
         record = WorldRecord.from_json(value)
-        if record.generation > self.seen:
-            self.seen = record.generation
+        # A newcomer may have seen the last World of a run that is history by now; its numbers start again.
+        if record.generation > (self.seen if self.place is not None else self.started):
+            self.seen = max(self.seen, record.generation)
             self._world = (record, value)
             self._match()
 
@@ -156,7 +157,7 @@ class Follower:
     def _start(self) -> None:
         if self.place is None or self._live is None:
             return
-        generation, master_port = self._live
-        if generation == self.place.generation and generation > self.started:
+        generation = self.place.generation
+        if self._live.token == self.place.record.token and generation > self.started:
             self.started = generation
-            self._emit(Start(self.place.world(self._spec, master_port)))
+            self._emit(Start(self.place.world(self._spec, self._live.master_port)))

@@ -24,14 +24,14 @@ from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.ledger import Ledger, Pulse
 from baguarun.elastic.membership.records import (
+    Live,
     Member,
     Outcome,
     Row,
     Word,
     WorldRecord,
-    generation_from_json,
-    generation_to_json,
     members_to_json,
+    port_from_json,
     spec_to_json,
 )
 from baguarun.elastic.membership.settings import MembershipSettings
@@ -123,8 +123,8 @@ class Leader:
             raise _ReadAgain
         finally:
             watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+            # Not `await watcher`: its cancellation could not be told from ours.
+            await asyncio.wait((watcher,))
 
     async def _watch(self, ledger: Ledger, start_revision: int) -> None:
         keys = self._keys
@@ -253,8 +253,8 @@ class Leader:
         if ack is None:
             ledger.counted(acked=0)
             return
-        _, port = generation_from_json(ack.value)
-        await self._fenced([Put(f"{keys.lives}{generation}", generation_to_json(generation, port))])
+        live = Live(token=ledger.world.token, master_port=port_from_json(ack.value))
+        await self._fenced([Put(f"{keys.lives}{generation}", live.to_json())])
         ledger.went_live()
 
     async def _tell(self, action: Tell, reason: str, ledger: Ledger) -> None:

@@ -189,7 +189,7 @@ class Ledger:
         if key.startswith(keys.errors):
             self._read_error(key.removeprefix(keys.errors), entry, now_s)
         elif key.startswith(keys.dones):
-            if self.world and generation_from_json(entry.value)[0] == self.world.generation:
+            if self.world and generation_from_json(entry.value) == self.world.generation:
                 self._done.add(key.removeprefix(keys.dones))
         elif key.startswith(keys.leaves):
             self._left.add(key.removeprefix(keys.leaves))

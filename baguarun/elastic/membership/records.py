@@ -194,14 +194,39 @@ class Outcome:
         return cls(**fields)
 
 
-def generation_to_json(generation: int, master_port: int | None = None) -> bytes:
-    """`done/<id>`, `ack/…`, `all/live/<g>`: a generation, and a port where one is meant."""
-    return _dump({"generation": generation, "master_port": master_port})
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """`all/live/<g>`: all members of that World have acknowledged it."""
+
+    token: str
+    """Of the World; a number alone may come again after the job began afresh."""
+    master_port: int | None
+
+    def to_json(self) -> bytes:
+        return _dump(vars(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Live:
+        return cls(**json.loads(data))
 
 
-def generation_from_json(data: bytes) -> tuple[int, int | None]:
-    fields = json.loads(data)
-    return fields["generation"], fields["master_port"]
+def port_to_json(master_port: int | None) -> bytes:
+    """`ack/<g>/<id>`: the port that this node proposes."""
+    return _dump(master_port)
+
+
+def port_from_json(data: bytes) -> int | None:
+    port: int | None = json.loads(data)
+    return port
+
+
+def generation_to_json(generation: int) -> bytes:
+    """`done/<id>`: the generation that is done."""
+    return _dump(generation)
+
+
+def generation_from_json(data: bytes) -> int:
+    return int(json.loads(data))
 
 
 def spec_to_json(spec: JobSpec) -> bytes:

@@ -24,6 +24,7 @@ from baguarun.elastic.membership.records import (
     Past,
     StopRequest,
     generation_to_json,
+    port_to_json,
 )
 from baguarun.elastic.membership.settings import MembershipSettings
 from baguarun.elastic.membership.store import (
@@ -117,6 +118,9 @@ class Session:
 
     async def report_done(self, generation: int) -> None:
         """All local workers of that generation exited 0. Returns when it is stored."""
+        place = self._follower.place
+        if place is None or place.generation != generation:
+            return
         await self._report(self._keys.dones + self._offer.node_id, generation_to_json(generation))
 
     async def leave(self, reason: str) -> None:
@@ -280,7 +284,7 @@ class Session:
         if self._follower.started >= generation:
             return
         key = self._keys.ack(generation, self._offer.node_id)
-        await self._report(key, generation_to_json(generation, port), leased=True)
+        await self._report(key, port_to_json(port), leased=True)
         if self._leader is not None:
             self._leader.nudge()
 
