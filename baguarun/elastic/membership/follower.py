@@ -73,7 +73,7 @@ class Follower:
         self.place: Place | None = None
         """In the newest World; None for a newcomer."""
         self.seen = 0
-        """Highest generation heard of."""
+        """Generation of the newest World heard of; never below `started`."""
         self.started = 0
         """Generation of the last `Start`."""
         self.asked: int | None = None
@@ -136,7 +136,7 @@ class Follower:
         record = WorldRecord.from_json(value)
         # A newcomer may have seen the last World of a run that is history by now; its numbers start again.
         if record.generation > (self.seen if self.place is not None else self.started):
-            self.seen = max(self.seen, record.generation)
+            self.seen = record.generation
             self._world = (record, value)
             self._match()
 

@@ -40,7 +40,7 @@ class NodeRecord:
     token: str
     """Tells this registration from any other under the same id."""
     seen: int
-    """Highest generation this agent has seen; the next one is above it, even if the store lost its data."""
+    """Newest generation this agent has seen; the next one is above it, even if the store lost its data."""
     past: Past | None
 
     @classmethod
