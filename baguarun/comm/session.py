@@ -26,7 +26,7 @@ class SessionSettings:
     """What the constructor of the wrapper was asked for."""
 
     bucket_cap_mb: float | None = None
-    """Largest bucket in MiB (a larger gradient has one of its own); None: what measured best."""
+    """A bucket closes when it has reached this many MiB; None: what measured best."""
     find_unused_parameters: bool = False
     """Walk the graph of each forward, so that parameters may be left out of the loss."""
     static_graph: bool = False

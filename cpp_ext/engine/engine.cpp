@@ -28,6 +28,16 @@ std::string sizeText(size_t bytes) {
   return text;
 }
 
+std::string formText(const at::Tensor& tensor) {
+  return std::string(c10::toString(tensor.scalar_type())) + " " + c10::str(tensor.sizes()) + " on " +
+         tensor.device().str();
+}
+
+bool sameForm(const at::Tensor& left, const at::Tensor& right) {
+  return left.scalar_type() == right.scalar_type() && left.sizes() == right.sizes() &&
+         left.device() == right.device();
+}
+
 void copyOnHost(const at::Tensor& from, const at::Tensor& into) {
   const size_t bytes = into.nbytes();
   if (from.strides() == into.strides() && (bytes < kParallelCopyBytes || at::get_num_threads() == 1)) {
@@ -155,6 +165,7 @@ void Engine::adoptObservedOrder() {
 
 void Engine::beforeForward(bool communicates) {
   const std::scoped_lock lock(mutex_);
+  throwIfReplaced();
   if (running_) {
     throwIfMissing();
     // The backward pass raised: what it launched still ends, then all is as before it.
@@ -213,6 +224,24 @@ std::vector<std::vector<size_t>> Engine::plan() {
     plan.push_back(bucket.parameters);
   }
   return plan;
+}
+
+// Moving a parameter to another type or device gives it a new accumulator, on which our hook is not.
+void Engine::throwIfReplaced() const {
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    const Parameter& parameter = parameters_[index];
+    if (torch::autograd::impl::try_get_grad_accumulator(parameter.tensor) != parameter.accumulator ||
+        parameter.tensor.sizes() != parameter.view.sizes()) {
+      throwChanged(index);
+    }
+  }
+}
+
+void Engine::throwChanged(size_t index) const {
+  const Parameter& parameter = parameters_[index];
+  throw UsageFailure("parameter " + describe(index) + " was " + formText(parameter.view) +
+                     " when it was wrapped and has been changed since; it is " + formText(parameter.tensor) +
+                     " now. Wrap the model again after changing it");
 }
 
 void Engine::throwIfMissing() {
@@ -384,13 +413,8 @@ void Engine::store(Parameter& parameter, size_t index) {
       throw UsageFailure("parameter " + describe(index) +
                          " has a sparse gradient; want a dense one (sparse=False)");
     }
-    if (gradient.scalar_type() != view.scalar_type() || gradient.sizes() != view.sizes() ||
-        gradient.device() != view.device()) {
-      throw UsageFailure("parameter " + describe(index) + " was " + c10::toString(view.scalar_type()) + " " +
-                         c10::str(view.sizes()) + " on " + view.device().str() +
-                         " when it was wrapped, its gradient is " + c10::toString(gradient.scalar_type()) +
-                         " " + c10::str(gradient.sizes()) + " on " + gradient.device().str() +
-                         "; wrap the model again after changing it");
+    if (!sameForm(parameter.tensor, view) || !sameForm(gradient, view)) {
+      throwChanged(index);
     }
     const at::NoGradGuard noGrad;
     if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {

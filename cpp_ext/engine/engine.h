@@ -100,6 +100,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void buildBuckets(const std::vector<size_t>& order);
   void adoptObservedOrder();
   void throwIfMissing();
+  void throwIfReplaced() const;
+  [[noreturn]] void throwChanged(size_t index) const;
   void findUnused(const std::vector<at::Tensor>& outputs);
   void watchOutputs(const std::vector<at::Tensor>& outputs);
 

@@ -31,13 +31,13 @@ std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
   for (size_t position = 0; position < order.size(); ++position) {
     const PlanItem& item = items[order[position]];
     OpenBucket& bucket = open[item.kind];
-    const size_t limit = closedOfKind[item.kind] == 0 ? limits.firstBucketBytes : limits.bucketBytes;
-    if (!bucket.items.empty() && bucket.bytes + item.sizeBytes > limit) {
-      close(item.kind, bucket);
-    }
     bucket.items.push_back(order[position]);
     bucket.bytes += item.sizeBytes;
     bucket.lastPosition = position;
+    const size_t limit = closedOfKind[item.kind] == 0 ? limits.firstBucketBytes : limits.bucketBytes;
+    if (bucket.bytes >= limit) {
+      close(item.kind, bucket);
+    }
   }
   for (auto& [kind, bucket] : open) {
     if (!bucket.items.empty()) {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -91,6 +92,14 @@ def _collect(pipes: list[Connection], outcomes: list[Outcome]) -> None:
                 outcomes[rank] = Outcome(died=True)
 
 
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - whatever pickling says, the text can be sent
+        return AssertionError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def _work(
     pipe: Connection,
     rank: int,
@@ -112,7 +121,7 @@ def _work(
     try:
         outcome = Outcome(value=function(*args))
     except BaseException as error:  # noqa: BLE001 - it is handed to the test
-        outcome = Outcome(error=error, traceback=traceback.format_exc())
+        outcome = Outcome(error=_picklable(error), traceback=traceback.format_exc())
     pipe.send(outcome)
     pipe.close()
     # Ranks that failed on purpose leave groups that cannot be torn down in good order.

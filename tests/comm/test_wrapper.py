@@ -1,0 +1,348 @@
+"""What torch's DDP does, ours does: accumulation, unusual graphs, buffers, names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from baguarun.comm.ddp import DistributedDataParallel
+from tests.comm.models import (
+    assert_averaged,
+    assert_same_on_all_ranks,
+    batch,
+    gathered_gradients,
+    loss,
+    mlp,
+)
+from tests.comm.ranks import run_ranks
+
+Check = Callable[[], None]
+RTOL = {"gradient_allreduce": 1e-5, "bytegrad": 0.02}
+
+
+def check_step(model: DistributedDataParallel, backward: Callable[[nn.Module], None], rtol: float = 1e-5) -> None:
+    """One step's gradients are the average of what plain torch computes."""
+    reference = gathered_gradients(model.module, backward)
+    model.zero_grad()
+    backward(model)
+    assert_averaged(model.module, reference, rtol, one_scale=rtol > 0.01)
+
+
+def accumulates_under_no_sync() -> None:
+    for algorithm in RTOL:
+        model = DistributedDataParallel(mlp(), algorithm=algorithm, bucket_cap_mb=0.005)
+        for step in range(3):
+            inputs = [batch(model.module) for _ in range(3)]
+
+            def all_of_it(local: nn.Module, inputs: list[torch.Tensor] = inputs) -> None:
+                for x in inputs:
+                    loss(local(x)).backward()
+
+            reference = gathered_gradients(model.module, all_of_it)
+            model.zero_grad(set_to_none=step != 1)
+            with model.no_sync():
+                for x in inputs[:-1]:
+                    loss(model(x)).backward()
+            assert model.stats().steps == step
+            loss(model(inputs[-1])).backward()
+            assert_averaged(model.module, reference, RTOL[algorithm], one_scale=True)
+
+
+def averages_each_backward_before_a_step() -> None:
+    model = DistributedDataParallel(mlp())
+    first, second = batch(model.module), batch(model.module)
+    summed = gathered_gradients(
+        model.module, lambda local: (loss(local(first)) + loss(local(second))).backward()
+    )
+    loss(model(first)).backward()
+    loss(model(second)).backward()
+    assert_averaged(model.module, summed)
+    model.zero_grad()
+    one, two = model(first), model(second)
+    (loss(one) + loss(two)).backward()
+    assert_averaged(model.module, summed)
+    model.zero_grad()
+    one, two = model(first), model(second)
+    loss(one).backward()
+    loss(two).backward()
+    assert_averaged(model.module, summed)
+
+
+def keeps_gradients_in_place() -> None:
+    model = DistributedDataParallel(mlp())
+    for step in range(4):
+        model.zero_grad(set_to_none=False)
+        check_in_place(model, step)
+
+
+def check_in_place(model: DistributedDataParallel, step: int) -> None:
+    x = batch(model.module)
+    reference = gathered_gradients(model.module, lambda local: loss(local(x)).backward())
+    before = [p.grad.data_ptr() if p.grad is not None else 0 for p in model.parameters()]
+    loss(model(x)).backward()
+    assert_averaged(model.module, reference)
+    if step >= 2:
+        # The order of buckets was settled after the first step: from then on gradients stay where they are.
+        assert before == [p.grad.data_ptr() for p in model.parameters()]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.table(x)))
+
+
+def trains_tied_weights() -> None:
+    model = DistributedDataParallel(Tied())
+    for _ in range(3):
+        x = torch.randint(0, 11, (4, 3))
+        check_step(model, lambda local, x=x: loss(local(x)).backward())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = mlp(), nn.Linear(40, 40), nn.Linear(40, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=self.use_reentrant)
+        x = checkpoint(self.second, x, use_reentrant=self.use_reentrant)
+        return self.last(x)
+
+
+def recomputes_in_checkpoints() -> None:
+    for use_reentrant in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Checkpointed(use_reentrant), bucket_cap_mb=0.005)
+        for _ in range(3):
+            x = torch.randn(4, 37, requires_grad=True)
+            check_step(model, lambda local, x=x: loss(local(x)).backward())
+
+
+def runs_compiled_modules() -> None:
+    inner = DistributedDataParallel(torch.compile(mlp(), backend="aot_eager"))
+    outer_module = DistributedDataParallel(mlp())
+    outer = torch.compile(outer_module, backend="aot_eager")
+    for _ in range(3):
+        x = batch(outer_module.module)
+        reference = gathered_gradients(outer_module.module, lambda local, x=x: loss(local(x)).backward())
+        for model in (inner, outer):
+            model.zero_grad()
+            loss(model(x)).backward()
+        assert_averaged(outer_module.module, reference)
+        for mine, other in zip(inner.parameters(), outer_module.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+    assert outer_module.stats().steps == 3
+
+
+def keeps_channels_last() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(net)
+    for _ in range(3):
+        x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
+        check_step(model, lambda local, x=x: loss(local(x)).backward())
+        assert net[2].weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def ignores_frozen_parameters() -> None:
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    for _ in range(2):
+        x = batch(net)
+        check_step(model, lambda local, x=x: loss(local(x)).backward())
+    assert net[0].weight.grad is None
+
+
+def broadcasts_buffers() -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)))
+    for _ in range(3):
+        loss(model(torch.randn(6, 5) + rank)).backward()
+    mine = model.module[0].running_mean.clone()
+    from_zero = mine.clone()
+    dist.broadcast(from_zero, src=0)
+    assert rank == 0 or not torch.equal(mine, from_zero)
+    seen: list[torch.Tensor] = []
+    model.module[0].register_forward_pre_hook(lambda module, _: seen.append(module.running_mean.clone()))
+    model(torch.randn(6, 5))
+    assert torch.equal(seen[0], from_zero)
+
+    apart = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), broadcast_buffers=False)
+    loss(apart(torch.randn(6, 5) + rank)).backward()
+    loss(apart(torch.randn(6, 5) + rank)).backward()
+    from_zero = apart.module[0].running_mean.clone()
+    dist.broadcast(from_zero, src=0)
+    assert rank == 0 or not torch.equal(apart.module[0].running_mean, from_zero)
+
+
+def starts_from_rank_zero() -> None:
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net.register_buffer("mask", torch.rand(4) > 0.5)
+    net.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    net(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    DistributedDataParallel(net, optimizers=[optimizer])
+    assert_same_on_all_ranks([*net.parameters(), *net.buffers()])
+    assert_same_on_all_ranks([state["exp_avg"] for state in optimizer.state.values()])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+    apart = nn.Linear(2, 2)
+    with torch.no_grad():
+        apart.weight.fill_(dist.get_rank())
+    DistributedDataParallel(apart, init_sync=False)
+    assert apart.weight[0, 0].item() == dist.get_rank()
+
+
+def names_match_torch() -> None:
+    ours = DistributedDataParallel(mlp())
+    theirs = nn.parallel.DistributedDataParallel(mlp())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+
+
+def runs_two_engines() -> None:
+    one = DistributedDataParallel(mlp(), algorithm="gradient_allreduce")
+    two = DistributedDataParallel(mlp(), algorithm="bytegrad")
+    x = batch(one.module)
+    for _ in range(3):
+        reference = gathered_gradients(one.module, lambda local: loss(local(x)).backward())
+        for model in (one, two):
+            model.zero_grad()
+        (loss(one(x)) + loss(two(x))).backward()
+        assert_averaged(one.module, reference)
+        assert_averaged(two.module, reference, 0.02, one_scale=True)
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, armed: bool) -> torch.Tensor:
+        ctx.armed = armed  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.armed:  # type: ignore[attr-defined]
+            raise ArithmeticError("boom")
+        return gradient, None
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(Boom.apply(self.first(x), self.armed))
+
+
+def survives_a_backward_that_raises() -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
+    for step in range(6):
+        x = torch.randn(3, 8)
+        if step in (0, 3):
+            model.module.armed = True
+            with pytest.raises(ArithmeticError):
+                loss(model(x)).backward()
+            model.module.armed = False
+        check_step(model, lambda local, x=x: loss(local(x)).backward())
+
+
+def adopts_the_order_of_gradients() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in (2, 0, 3, 1):
+                x = self.layers[index](x)
+            return x
+
+    model = DistributedDataParallel(Backwards(), bucket_cap_mb=0.0001)
+    engine = model._session._engine
+    assert engine.plan() == [[3], [2], [1], [0]]
+    for _ in range(3):
+        x = torch.randn(2, 8)
+        check_step(model, lambda local, x=x: loss(local(x)).backward())
+    assert engine.plan() == [[1], [3], [0], [2]]
+
+
+def optimizes_with_autocast_and_clipping() -> None:
+    model = DistributedDataParallel(mlp(), algorithm="bytegrad")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = loss(model(batch(model.module)))
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+def evaluates_without_gradients() -> None:
+    model = DistributedDataParallel(mlp())
+    x = batch(model.module)
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+        model(x)  # A forward with gradients but no backward.
+        check_step(model, lambda local: loss(local(x)).backward())
+    assert model.stats().steps == 2
+
+
+def copies_stay_apart() -> None:
+    model = DistributedDataParallel(mlp())
+    twin = copy.deepcopy(model.module)
+    loss(twin(batch(twin))).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        accumulates_under_no_sync,
+        averages_each_backward_before_a_step,
+        keeps_gradients_in_place,
+        trains_tied_weights,
+        recomputes_in_checkpoints,
+        keeps_channels_last,
+        ignores_frozen_parameters,
+        broadcasts_buffers,
+        starts_from_rank_zero,
+        names_match_torch,
+        runs_two_engines,
+        survives_a_backward_that_raises,
+        adopts_the_order_of_gradients,
+        optimizes_with_autocast_and_clipping,
+        evaluates_without_gradients,
+        copies_stay_apart,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_the_wrapper(check: Check) -> None:
+    run_ranks(check, 2)
+
+
+@pytest.mark.timeout(240)
+def test_the_wrapper_runs_compiled_modules() -> None:
+    run_ranks(runs_compiled_modules, 2)
