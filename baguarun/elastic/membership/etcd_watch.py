@@ -100,17 +100,17 @@ class _Stream:
         return item
 
     async def _read(self) -> None:
-        end = StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was left")
+        code, details = grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 await self._queue.put(response)
-            end = StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the server ended the stream")
         except grpc.aio.AioRpcError as error:
-            end = StreamEndedError(error.code(), error.details() or "")
+            code, details = error.code(), error.details() or ""
         except asyncio.CancelledError:
             if not self.connection.lost:
                 raise
-        await self._queue.put(end)
+            details = "the connection was left"
+        await self._queue.put(StreamEndedError(code, details))
 
     def close(self) -> None:
         self.connection.on_lost.discard(self._call.cancel)
