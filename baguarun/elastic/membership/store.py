@@ -131,8 +131,8 @@ class Store(Protocol):
         """Apply all operations if all compares hold, else none.
 
         At most 128 operations (127 with a `PutIfAbsent` among them); none may touch a key that another
-        touches (etcd refuses a put under a deleted prefix, too). `StoreLostError` leaves open whether it was applied: read before repeating.
-        A lease that has expired raises `RejoinError`.
+        touches (etcd refuses a put under a deleted prefix, too). `StoreLostError` leaves open whether it
+        was applied: read before repeating. A lease that has expired raises `RejoinError`.
         """
         ...
 
