@@ -118,7 +118,7 @@ def suffer(launcher: str, fault: Fault, site: Site, trials: range) -> list[float
                 seconds.append(fault.inflict(site, job, waiting.pop(0)))
                 print(f"{launcher}: {fault.name}: {seconds[-1]:.2f} s", flush=True)
                 if seconds[-1] == _NEVER:
-                    print(job.logs(), file=sys.stderr)
+                    print(job.logs(tail_chars=300), file=sys.stderr)
                     break
                 if waiting:
                     job.wait_for_world(fault.starting_nodes, _START_CAP_S, since=time.time())

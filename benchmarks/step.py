@@ -44,6 +44,20 @@ class Contest:
     cases: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Turns:
+    """How the contestants take turns."""
+
+    rounds: int
+    """Pairs against DDP."""
+    block_s: float
+    """Length of a turn."""
+    pin: bool
+    """Keep each rank on one CPU."""
+    congestion_control: str
+    """TCP of the lab's hosts."""
+
+
 LOOPBACK = Network("loopback", lab=False)
 HOSTS = Network("4 hosts, unlimited")
 GIGABIT = Network("4 hosts, 1 Gbit/s", 1000)
@@ -106,19 +120,19 @@ def _figures(step_s: list[float], moved: list[float]) -> str:
     return f"{time_ms.median:.1f} ms ({time_ms.low:.1f}-{time_ms.high:.1f}), {sent_mb:.2f} MB"
 
 
-def run_contest(contest: Contest, rounds: int, block_s: float, pin: bool) -> list[dict[str, Any]]:
+def run_contest(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
     """Start the ranks, wait for them and return rank 0's blocks; raises when a rank fails."""
-    with tempfile.TemporaryDirectory() as scratch, _placed(contest.network) as (address, starters):
+    with tempfile.TemporaryDirectory() as scratch, _placed(contest.network, turns) as (address, starters):
         out = Path(scratch) / "blocks.json"
         processes = []
         for rank, start in enumerate(starters):
             argv = [
                 *(sys.executable, "-m", "benchmarks.step_worker", "--out", str(out)),
                 *("--cases", ",".join(contest.cases), "--model", contest.model),
-                *("--rounds", str(rounds), "--block-s", str(block_s)),
+                *("--rounds", str(turns.rounds), "--block-s", str(turns.block_s)),
             ]
             cpus = sorted(os.sched_getaffinity(0))
-            pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if pin else []
+            pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if turns.pin else []
             processes.append(
                 start([*pinned, *argv], env=_environment(rank, address, contest.network), cwd=REPOSITORY)
             )
@@ -128,12 +142,12 @@ def run_contest(contest: Contest, rounds: int, block_s: float, pin: bool) -> lis
 
 
 @contextlib.contextmanager
-def _placed(network: Network) -> Iterator[tuple[str, list[Any]]]:
+def _placed(network: Network, turns: Turns) -> Iterator[tuple[str, list[Any]]]:
     """Rank 0's address and one function per rank that starts a process in its place."""
     if not network.lab:
         yield "127.0.0.1", [subprocess.Popen] * _RANKS
         return
-    with Lab(hosts=_RANKS, rate_mbit=network.rate_mbit) as lab:
+    with Lab(_RANKS, network.rate_mbit, congestion_control=turns.congestion_control) as lab:
         yield lab.hosts[0].address, [host.popen for host in lab.hosts]
 
 
@@ -181,20 +195,26 @@ def main(argv: list[str] | None = None) -> int:
         "--block-s", type=float, default=None, help="length of a turn (default 1.0, quick 0.2)"
     )
     options.add_argument("--no-pin", action="store_true", help="do not pin ranks to CPUs")
+    options.add_argument("--congestion-control", default="reno", help="TCP of the lab's hosts (default reno)")
     args = options.parse_args(argv)
-    rounds = args.rounds or (2 if args.quick else 10)
-    block_s = args.block_s or (0.2 if args.quick else 1.0)
+    turns = Turns(
+        rounds=args.rounds or (2 if args.quick else 10),
+        block_s=args.block_s or (0.2 if args.quick else 1.0),
+        pin=not args.no_pin,
+        congestion_control=args.congestion_control,
+    )
     wanted = [NETWORKS[name] for name in args.networks.split(",")]
     chosen = {"ddp", *args.cases.split(",")}
     report = Report(
         name="step", title=f"seconds per step, {_RANKS} ranks, Gloo, against torch DDP", quick=args.quick
     )
-    report.facts["pinned"] = not args.no_pin
+    report.facts["ranks_pinned"] = turns.pin
+    report.facts["tcp_congestion_control_of_hosts"] = turns.congestion_control
     for contest in CONTESTS:
         if contest.network not in wanted or contest.model not in args.models.split(","):
             continue
         entered = Contest(contest.network, contest.model, tuple(c for c in contest.cases if c in chosen))
-        blocks = run_contest(entered, rounds, block_s, pin=not args.no_pin)
+        blocks = run_contest(entered, turns)
         report.raw[f"{contest.network.name}, {contest.model}"] = blocks
         for row in rows(entered, blocks):
             report.rows.append(row)

@@ -131,10 +131,12 @@ class Job:
         """All that the agent on `host` has printed so far."""
         return self._log_path(host.name).read_text(errors="replace")
 
-    def logs(self) -> str:
+    def logs(self, tail_chars: int = 3000) -> str:
         """The ends of all agents' outputs, for error messages."""
         paths = [self._log_path(name) for name in self.agents]
-        return "\n".join(f"--- {path.stem}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+        return "\n".join(
+            f"--- {path.stem}\n{path.read_text(errors='replace')[-tail_chars:]}" for path in paths
+        )
 
     def _log_path(self, name: str) -> Path:
         return self._scratch / f"{name}.log"

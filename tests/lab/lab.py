@@ -24,18 +24,28 @@ _QUEUE_MS = 50
 # Tokens for 2 ms, so that timer ticks do not cost rate; one full-size offloaded frame at least.
 _BURST_S = 0.002
 _MIN_BURST_BYTES = 16 * 1024
+_CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 
 class Lab:
     """Hosts joined by one switch, for the length of a `with` block.
 
     `rate_mbit` limits every NIC both ways (None: as fast as the machine goes), `delay_ms` is the one-way
-    latency of every NIC. Everything is removed at the end of the block, on exceptions, on SIGINT and on
-    SIGTERM; what an owner killed by SIGKILL leaves is removed by the next lab or by `sweep()`.
+    latency of every NIC. `congestion_control` is the hosts' TCP: reno by default, which shares a full link as
+    cubic, the default of most clusters, does (a namespace may choose only from the machine's
+    `net.ipv4.tcp_allowed_congestion_control`); bbr starves some of the flows that meet at one slow NIC.
+    Everything is removed at the end of the block, on exceptions, on SIGINT and on SIGTERM; what an owner
+    killed by SIGKILL leaves is removed by the next lab or by `sweep()`.
     Raises LabError where a lab is not possible. Threads: one lab belongs to one thread.
     """
 
-    def __init__(self, hosts: int, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rate_mbit: float | None = None,
+        delay_ms: float | None = None,
+        congestion_control: str = "reno",
+    ) -> None:
         if not 1 <= hosts <= 250:
             raise LabError(f"hosts={hosts}: want 1 <= hosts <= 250")
         if rate_mbit is not None and rate_mbit <= 0:
@@ -44,6 +54,7 @@ class Lab:
             raise LabError(f"delay_ms={delay_ms}: want a delay >= 0, or None")
         self.name = lab_name(next(_serials))
         self.rate_mbit = rate_mbit
+        self.congestion_control = congestion_control
         self._delays = None if delay_ms is None else DelayLines(delay_ms)
         self._bridge = f"{self.name}.b"
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -112,6 +123,7 @@ class Lab:
     def _add_host(self, host: Host) -> None:
         namespaces.create(host.namespace)
         enter = inside(host.namespace)
+        system(*enter, "sh", "-c", f'echo "$1" > {_CONGESTION_CONTROL}', "lab", self.congestion_control)
         if self._delays is None:
             system(
                 *(*enter, "ip", "link", "add", "name", host.nic, "type", "veth"),
