@@ -55,14 +55,16 @@ class FakeNode:
         )
         self.session = Session(self.store, spec, offer, settings)
         self.events: list[MembershipEvent] = []
-        self.acknowledges = True
+        self.stopping_workers_s = 0.0
+        """How long it takes this node to stop its workers."""
         self.task = asyncio.create_task(self.session.run())
         self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
         async for event in self.session.events:
             self.events.append(event)
-            if isinstance(event, Prepare) and self.acknowledges:
+            if isinstance(event, Prepare):
+                await asyncio.sleep(self.stopping_workers_s)
                 await self.session.acknowledge(event.generation, 29500 + event.generation)
 
     # -- what it has seen

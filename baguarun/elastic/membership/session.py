@@ -166,6 +166,8 @@ class Session:
                 log.warning("node %s: %s; registering again", self._offer.name, error)
                 self._lease = 0
                 self._leading = False
+                # Ours may not be the only lease that ended: if we lead, the others get time to come back.
+                self._pulse.gap_s = asyncio.get_running_loop().time()
                 again = True
 
     async def _register(self) -> int:

@@ -33,12 +33,14 @@ class _Chaos:
     def join(self) -> None:
         if len(self.nodes) < MAX_NODES + 1:
             node = FakeNode(self.server, self.spec, f"n{len(self.all)}", settings=PATIENT)
+            node.stopping_workers_s = self.random.choice([0.0, 0.0, 1.0, 10.0])
             self.nodes.append(node)
             self.all.append(node)
 
     async def step(self) -> None:
         actions = [self.join, self.leave, self.die, self.stall, self.cut, self.mend, self.fail]
         actions += [self.lose_reply, self.freeze_store, self.restart_store, self.expire_all, self.compact]
+        actions += [self.lose_data]
         result = self.random.choice(actions)()
         if result is not None:
             await result
@@ -98,6 +100,11 @@ class _Chaos:
     def expire_all(self) -> None:
         self.server.expire_all()
 
+    async def lose_data(self) -> None:
+        self.server.freeze()
+        await asyncio.sleep(self.random.uniform(0.0, 3.0))
+        self.server.lose_data()
+
     def compact(self) -> None:
         self.server.compact()
 
@@ -139,6 +146,7 @@ async def test_a_job_in_trouble_comes_to_rest_with_one_world(seed: int) -> None:
     for _ in range(STEPS):
         await chaos.step()
     chaos.rest()
+    await asyncio.sleep(60)
     await until(chaos.in_peace)
     await asyncio.sleep(20)
     assert chaos.in_peace(), "it did not stay at rest"
