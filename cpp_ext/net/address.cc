@@ -148,8 +148,8 @@ std::string Address::toString() const {
     return "(no address)";
   }
   inet_ntop(family(), bytesOf(*this).data(), text, sizeof(text));
-  const std::string port = ":" + std::to_string(this->port());
-  return family() == AF_INET ? text + port : "[" + std::string(text) + "]" + port;
+  std::string result = family() == AF_INET ? std::string(text) : std::string("[").append(text).append("]");
+  return result.append(":").append(std::to_string(port()));
 }
 
 bool Address::operator==(const Address& other) const noexcept {
