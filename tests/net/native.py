@@ -1,0 +1,62 @@
+"""Builds what the transport's tests run: the plugin and C++ programs, once per state of their sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "net_tests"
+ADDRESS_SANITIZER = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD_SANITIZER = ("-O1", "-g1", "-fsanitize=thread")
+CORE = tuple(
+    ROOT / "cpp_ext" / "net" / f"{name}.cc"
+    for name in ("address", "connector", "env", "frame", "hello", "interfaces", "link", "listener", "sha256")
+    + ("socket", "stream")
+)
+
+
+def compiler() -> list[str]:
+    return os.environ.get("CXX", "g++").split()
+
+
+def _digest(words: Sequence[str], sources: Sequence[Path]) -> str:
+    digest = hashlib.sha256(repr([compiler(), list(words)]).encode())
+    headers = [*(ROOT / "cpp_ext" / "net").glob("*.h"), *(ROOT / "cpp_ext" / "nccl_plugin").glob("*.h")]
+    for file in [*sources, *sorted(headers), *sorted((ROOT / "tests" / "net").glob("*.h"))]:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _make(target: Path, command: Sequence[str]) -> Path:
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}.part")
+        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        part.rename(target)
+    return target
+
+
+def plugin(flags: Sequence[str] = ()) -> Path:
+    """Path of the NCCL plugin, built by the script that ships it."""
+    script = ROOT / "scripts" / "build_nccl_plugin.sh"
+    sources = [*CORE, *sorted((ROOT / "cpp_ext" / "nccl_plugin").glob("*.cc")), script]
+    target = FOLDER / f"libnccl-net-baguanet-{_digest(flags, sources)}.so"
+    if not target.exists():
+        part = target.with_suffix(f".{os.getpid()}.part")
+        done = subprocess.run([str(script), str(part), *flags], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        part.rename(target)
+    return target
+
+
+def program(source: Path, flags: Sequence[str] = ("-O2",), others: Sequence[Path] = CORE) -> Path:
+    """Path of the program made of `source` and the core."""
+    sources = [source, *others]
+    words = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext", "-Itests/net", *flags]
+    target = FOLDER / f"{source.stem}-{_digest(words, sources)}"
+    return _make(target, [*compiler(), *words, *map(str, sources)])
