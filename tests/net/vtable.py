@@ -21,7 +21,9 @@ PATIENCE_S = 60.0
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 _INTS = ctypes.POINTER(ctypes.c_int)
-_LOGGER = ctypes.CFUNCTYPE(None, _INT, ctypes.c_ulong, ctypes.c_char_p, _INT, ctypes.c_char_p, ctypes.c_char_p)
+_LOGGER = ctypes.CFUNCTYPE(
+    None, _INT, ctypes.c_ulong, ctypes.c_char_p, _INT, ctypes.c_char_p, ctypes.c_char_p
+)
 
 _HEAD = [
     ("name", ctypes.c_char_p),
