@@ -363,11 +363,16 @@ class Session:
 
     async def _report(self, key: str, value: bytes, leased: bool = False) -> None:
         """Write, unless the session ends first. Without a lease, `_catch_up` writes it after `_register`."""
-        write = self._patiently(lambda: self._store.put(key, value, self._lease if leased else 0))
-        try:
-            await _first_of(write, self._ended.wait())
-        except RejoinError:
-            self._check_lease.set()
+        while not self._ended.is_set():
+            try:
+                await self._store.put(key, value, self._lease if leased else 0)
+            except StoreLostError as error:
+                log.warning("node %s: not reported yet: %s", self._offer.name, error)
+                await asyncio.sleep(self._settings.retry_s)
+                continue
+            except RejoinError:
+                self._check_lease.set()
+            return
 
     def _renewed(self) -> None:
         self._pulse.renew(asyncio.get_running_loop().time(), self._settings)
