@@ -16,5 +16,5 @@ done
 mkdir -p "$(dirname "$output")"
 # shellcheck disable=SC2086  # CXX may be a command with flags
 ${CXX:-g++} -std=c++20 -O3 -g0 -fPIC -shared -fvisibility=hidden -fvisibility-inlines-hidden \
-    -Wall -Wextra -Werror -Wl,-z,nodelete -Wl,-z,defs -Wl,--exclude-libs,ALL "$@" \
-    -I"$root/cpp_ext" "${sources[@]}" -o "$output"
+    -Wall -Wextra -Werror -Wl,-z,nodelete "-Wl,--version-script=$root/cpp_ext/nccl_plugin/exports.map" \
+    "$@" -I"$root/cpp_ext" "${sources[@]}" -o "$output"

@@ -45,6 +45,7 @@ def plugin(flags: Sequence[str] = ()) -> Path:
     """Path of the NCCL plugin, built by the script that ships it."""
     script = ROOT / "scripts" / "build_nccl_plugin.sh"
     sources = [*CORE, *sorted((ROOT / "cpp_ext" / "nccl_plugin").glob("*.cc")), script]
+    sources.append(ROOT / "cpp_ext" / "nccl_plugin" / "exports.map")
     target = FOLDER / f"libnccl-net-baguanet-{_digest(flags, sources)}.so"
     if not target.exists():
         part = target.with_suffix(f".{os.getpid()}.part")
