@@ -24,7 +24,7 @@ struct Env {
 
   // BAGUA_NET_SECRET: what members of one job share; whoever cannot prove to know it is dropped. Empty: none.
   // It keeps strangers and other jobs out. It does not encrypt.
-  const std::string secret;
+  const std::string secret = {};
 
   // BAGUA_NET_CONNECT_TIMEOUT_S: how long establishing a link may take, in seconds (60).
   const std::chrono::milliseconds connectTimeout{60'000};
@@ -38,16 +38,16 @@ struct Env {
   const std::chrono::milliseconds peerTimeout{20'000};
 
   // NCCL_SOCKET_IFNAME: interfaces to use, by NCCL's rules (see interfaces.h). Unset: NCCL's default order.
-  const std::optional<std::string> ncclIfname;
+  const std::optional<std::string> ncclIfname = {};
 
   // GLOO_SOCKET_IFNAME: comma list of whole interface names, as torch reads it for Gloo.
-  const std::optional<std::string> glooIfname;
+  const std::optional<std::string> glooIfname = {};
 
   // NCCL_SOCKET_FAMILY: AF_INET or AF_INET6 (both).
   const Family family = Family::kAny;
 
   // NCCL_COMM_ID: "address:port" of the root; interfaces of its network come first among equals.
-  const std::string commId;
+  const std::string commId = {};
 
   // From the process's environment. Throws Error(kUsage) naming the variable, what was found and what is
   // wanted.

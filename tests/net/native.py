@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +36,7 @@ def _digest(words: Sequence[str], sources: Sequence[Path]) -> str:
 def _make(target: Path, command: Sequence[str]) -> Path:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".{os.getpid()}.part")
+        part = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
         done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         part.rename(target)
@@ -55,9 +57,16 @@ def plugin(flags: Sequence[str] = ()) -> Path:
     return target
 
 
-def program(source: Path, flags: Sequence[str] = ("-O2",), others: Sequence[Path] = CORE) -> Path:
-    """Path of the program made of `source` and the core."""
-    sources = [source, *others]
-    words = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext", "-Itests/net", *flags]
-    target = FOLDER / f"{source.stem}-{_digest(words, sources)}"
-    return _make(target, [*compiler(), *words, *map(str, sources)])
+def program(source: Path, flags: Sequence[str] = ("-O2",), link_flags: Sequence[str] = ()) -> Path:
+    """Path of the program made of `source` and the core. `link_flags` go to the last step only."""
+    words = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext", *flags]
+
+    def compile_one(file: Path) -> Path:
+        target = FOLDER / f"{file.stem}-{_digest(words, [file])}.o"
+        return _make(target, [*compiler(), *words, "-c", str(file)])
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = list(pool.map(compile_one, [source, *CORE]))
+    names = [*words, *link_flags, *map(str, objects)]
+    target = FOLDER / f"{source.stem}-{hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
+    return _make(target, [*compiler(), *words, *link_flags, *map(str, objects)])

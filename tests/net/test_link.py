@@ -1,0 +1,41 @@
+"""The core without NCCL's face, in threads, also under sanitizers: see scenarios.cpp for what is asserted."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.net import native
+
+SOURCE = Path(__file__).parent / "scenarios.cpp"
+SCENARIOS = [
+    *("both-ways", "many-threads", "abort-ends-a-wait", "abort-midway", "deadline-ends-a-wait"),
+    *("idle-is-quiet", "clear-errors"),
+]
+
+
+def run(program: Path, scenario: str) -> None:
+    done = subprocess.run([str(program), scenario], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("scenario", [*SCENARIOS, "nothing-leaks"])
+def test_the_scenario_holds(scenario: str) -> None:
+    run(native.program(SOURCE), scenario)
+
+
+@pytest.mark.parametrize("scenario", [*SCENARIOS, "nothing-leaks"])
+def test_the_scenario_holds_under_the_address_and_undefined_behaviour_sanitizers(scenario: str) -> None:
+    run(native.program(SOURCE, native.ADDRESS_SANITIZER), scenario)
+
+
+# The thread sanitizer has a thread of its own, which nothing-leaks would count.
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_scenario_holds_under_the_thread_sanitizer(scenario: str) -> None:
+    run(native.program(SOURCE, native.THREAD_SANITIZER), scenario)
+
+
+def test_a_message_of_more_than_two_gibibytes_arrives() -> None:
+    run(native.program(SOURCE), "huge")
