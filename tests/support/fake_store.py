@@ -200,6 +200,8 @@ class FakeStore:
         self._cut = False
         self.lost_replies = 0
         """So many of the next transactions are applied, and their replies lost."""
+        self.stall_at = ""
+        """The next transaction that writes this key meets a stalled link."""
 
     # -- trouble
 
@@ -235,6 +237,9 @@ class FakeStore:
         return before - len(self.server.entries)
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> TxnResult:
+        if self.stall_at and any(operation.key == self.stall_at for operation in operations):
+            self.stall_at = ""
+            self.stall()
         result = await self._call(lambda: self.server.transact(compares, operations))
         if self.lost_replies:
             self.lost_replies -= 1

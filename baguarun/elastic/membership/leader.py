@@ -98,7 +98,7 @@ class Leader:
             except _ReadAgain:
                 log.debug("%s: reading the store again", self._spec.job_id)
             except StoreLostError as error:
-                log.warning("leader on node %s: %s", self._badge.node_id, error)
+                log.info("leader on node %s: %s", self._badge.node_id, error)
                 await asyncio.sleep(self._settings.retry_s)
 
     async def _lead(self) -> None:

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from baguarun.contract import Failure
 from baguarun.elastic.membership.events import MembershipEvent, StoreBack, StoreLost
@@ -37,12 +37,17 @@ from baguarun.elastic.membership.store import (
     TxnResult,
     WatchRange,
 )
-from baguarun.elastic.membership.waiting import within
+from baguarun.elastic.membership.waiting import first_of, within
 from baguarun.errors import RejoinError, StoreLostError, UsageError
 
 log = logging.getLogger("baguarun.membership")
 T = TypeVar("T")
 Operation: TypeAlias = Put | PutIfAbsent | Delete
+
+_FAREWELL_S = 3.0
+"""How long a polite leave tries to reach the store before it goes without a word."""
+_REVOKE_S = 1.0
+"""The others know already that we go, or learn it when the lease ends: not worth a longer wait."""
 
 
 class Session:
@@ -81,7 +86,7 @@ class Session:
         Raises `UsageError` (another job runs under this id, node id taken) and `StoreRefusedError`.
         """
         try:
-            await _first_of(self._belong(), self._stopping.wait())
+            await first_of(self._belong(), self._stopping.wait())
         finally:
             self._ended.set()
             try:
@@ -132,9 +137,9 @@ class Session:
             ]
             here = Compare(self._node_key, exists=True)
             try:
-                await within(self._settings.detect_timeout_s, self._store.transact([here], farewell))
+                await within(_FAREWELL_S, self._store.transact([here], farewell))
             except (StoreLostError, asyncio.TimeoutError) as error:
-                log.warning("leaving without a word, the lease will tell: %s", error)
+                log.info("leaving without a word, the lease will tell: %s", error)
         self._stopping.set()
         await self._ended.wait()
 
@@ -160,7 +165,7 @@ class Session:
                 if again:
                     revision = await self._catch_up()
                 if not self._follower.finished:
-                    await _first_of(self._keep_lease(), self._follow(revision + 1), self._lead())
+                    await first_of(self._keep_lease(), self._follow(revision + 1), self._lead())
                 return
             except RejoinError as error:
                 log.warning("node %s: %s; registering again", self._offer.name, error)
@@ -240,11 +245,15 @@ class Session:
 
     async def _keep_lease(self) -> None:
         """Renew for ever; a store that is away is waited for, a lease that has ended raises `RejoinError`."""
+        loop = asyncio.get_running_loop()
         interval_s = self._settings.keepalive_interval_s
         pause_s = interval_s * random.uniform(0.5, 1.0)
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await within(pause_s, self._check_lease.wait())
+            timer = loop.call_later(pause_s, self._check_lease.set)
+            try:
+                await self._check_lease.wait()
+            finally:
+                timer.cancel()
             self._check_lease.clear()
             await self._patiently(lambda: self._store.keep_alive(self._lease))
             self._renewed()
@@ -351,7 +360,7 @@ class Session:
                 result = await call()
             except StoreLostError as error:
                 if not self._store_lost:
-                    log.warning("node %s: %s", self._offer.name, error)
+                    log.info("node %s: %s", self._offer.name, error)
                     self._store_lost = True
                     self._queue.put_nowait(StoreLost())
                 await asyncio.sleep(self._settings.retry_s)
@@ -381,9 +390,9 @@ class Session:
         if not self._lease:
             return
         try:
-            await within(self._settings.detect_timeout_s, self._store.revoke_lease(self._lease))
+            await within(_REVOKE_S, self._store.revoke_lease(self._lease))
         except (StoreLostError, asyncio.TimeoutError) as error:
-            log.warning("our keys stay until their lease ends: %s", error)
+            log.info("our keys stay until their lease ends: %s", error)
 
     async def _until_alone(self) -> None:
         pause_s = 0.02
@@ -394,17 +403,3 @@ class Session:
     async def _read_events(self) -> AsyncIterator[MembershipEvent]:
         while (event := await self._queue.get()) is not None:
             yield event
-
-
-async def _first_of(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all; when one ends, cancel the rest, wait for them, and raise what the first one raised."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if task in done:
-            task.result()

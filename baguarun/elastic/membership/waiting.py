@@ -24,3 +24,17 @@ async def within(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
     if not done:
         raise asyncio.TimeoutError
     return task.result()
+
+
+async def first_of(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run all; when one ends, cancel the rest, wait for them, and raise what the first one raised."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task in done:
+            task.result()

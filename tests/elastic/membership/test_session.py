@@ -442,6 +442,18 @@ async def test_a_leader_that_was_frozen_publishes_nothing() -> None:
 
 
 @in_virtual_time
+async def test_a_leader_that_freezes_in_the_act_ends_no_job_when_it_thaws() -> None:
+    server, spec = FakeServer(), a_spec(1, 2)
+    nodes = await _one_after_the_other(server, spec, 2)
+    nodes[0].store.stall_at = "/baguarun/job/all/outcome"
+    await nodes[1].fail()
+    await until_running(nodes[1:], 2)
+    nodes[0].store.mend()
+    await until_running([nodes[1], nodes[0]], 3)
+    assert server.puts["/baguarun/job/all/outcome"] == 0
+
+
+@in_virtual_time
 async def test_lost_replies_do_no_harm() -> None:
     server, spec = FakeServer(), a_spec(2, 3, max_restarts=9)
     nodes = [FakeNode(server, spec, f"n{i}") for i in range(3)]
