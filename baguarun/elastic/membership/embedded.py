@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import importlib.util
 import ipaddress
 import os
@@ -16,12 +15,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from baguarun.elastic.membership.scratch import ScratchFolder
 from baguarun.elastic.membership.store_url import HostPort, StoreUrl
 from baguarun.elastic.membership.waiting import within
 from baguarun.errors import SetupError, UsageError
@@ -31,7 +29,6 @@ PING_INTERVAL_S = 1.0
 
 LOOPBACK = HostPort("127.0.0.1", 0)
 _PREFIX = "baguarun-etcd-"
-_LOCK = "owner.lock"
 _LOG = "etcd.log"
 _LOG_TAIL_BYTES = 2000
 _PORT_ATTEMPTS = 5
@@ -64,11 +61,13 @@ class PrivateEtcd:
         self.warnings: list[str] = []
         """What the caller should print once: this etcd will do, but."""
         self._requested = listen
+        self._port = listen.port
+        """The one port it must have, 0 as long as any will do."""
         self._bind_host, self._for_nodes = self._where_to_bind(listen.host)
         self._address = listen
         self._temporary = data_dir is None
         self._dir = data_dir
-        self._lock_fd: int | None = None
+        self._scratch: ScratchFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
         if self._for_nodes and _WHEEL in self.binary.parts:
             self.warnings.append(
@@ -99,15 +98,19 @@ class PrivateEtcd:
     def start(self) -> None:
         """Start the process and return at once; `wait_ready` waits until it serves."""
         if self._dir is None:
-            _sweep()
-            self._dir = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock_fd = _own(self._dir)
+            self._scratch = ScratchFolder(_PREFIX)
+            self._dir = self._scratch.path
         self._dir.mkdir(parents=True, exist_ok=True)
+        self._spawn()
+
+    def restart(self) -> None:
+        """Start it again, with its data and its address, after it ended by itself; then `wait_ready`."""
+        self._port = self._address.port
         self._spawn()
 
     def _spawn(self) -> None:
         assert self._dir is not None
-        port = self._requested.port or _free_port(self._bind_host)
+        port = self._port or _free_port(self._bind_host)
         self._address = HostPort(self._requested.host, port)
         with (self._dir / _LOG).open("wb") as log:
             self._process = subprocess.Popen(
@@ -153,9 +156,9 @@ class PrivateEtcd:
         while not await self._is_healthy():
             if self.returncode is not None:
                 in_use = "address already in use" in self.log_tail()
-                if in_use and self._requested.port:
+                if in_use and self._port:
                     raise UsageError(
-                        f"store etcd://{self._requested}: found the port in use by another program "
+                        f"store etcd://{self._address}: found the port in use by another program "
                         f"(another job's etcd?); choose another port for the rendezvous endpoint"
                     )
                 if not in_use or attempts == _PORT_ATTEMPTS:
@@ -203,12 +206,9 @@ class PrivateEtcd:
                     process.kill()
                 await asyncio.sleep(_POLL_S)
             self._process = None
-        if self._temporary and self._dir is not None:
-            shutil.rmtree(self._dir, ignore_errors=True)
-            self._dir = None
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = self._dir = None
 
     async def __aenter__(self) -> PrivateEtcd:
         self.start()
@@ -302,23 +302,3 @@ async def _get_health(path: str) -> bool:
         return (await reader.readline()).split()[1:2] == [b"200"]
     finally:
         writer.transport.abort()
-
-
-def _own(folder: Path) -> int:
-    """Mark a temporary folder as in use for as long as this process lives."""
-    fd = os.open(folder / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.rename(folder / f"{_LOCK}.new", folder / _LOCK)
-    return fd
-
-
-def _sweep() -> None:
-    """Remove what killed agents of this user left behind: their folders' locks are free."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            fd = os.open(folder / _LOCK, os.O_RDWR)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)

@@ -181,6 +181,40 @@ async def test_its_death_is_seen(etcd_binary: Path) -> None:
         assert etcd.returncode == -signal.SIGKILL
 
 
+@in_loop
+async def test_one_that_was_killed_goes_on_where_it_stopped(etcd_binary: Path) -> None:
+    async with PrivateEtcd(binary=str(etcd_binary)) as etcd:
+        address = etcd.address
+        store = await EtcdStore.open(etcd.url, ping_interval_s=PING_INTERVAL_S)
+        await store.put("/a", b"1")
+        assert etcd.pid is not None
+        os.kill(etcd.pid, signal.SIGKILL)
+        while etcd.returncode is None:
+            await asyncio.sleep(0.01)
+        etcd.restart()
+        await etcd.wait_ready()
+        assert etcd.address == address
+        entry = await store.get("/a")
+        assert entry is not None and entry.value == b"1"
+        await store.close()
+
+
+@in_loop
+async def test_a_restart_never_moves_to_another_port(etcd_binary: Path) -> None:
+    async with PrivateEtcd(binary=str(etcd_binary)) as etcd:
+        assert etcd.pid is not None
+        os.kill(etcd.pid, signal.SIGKILL)
+        while etcd.returncode is None:
+            await asyncio.sleep(0.01)
+        with socket.socket() as squatter:
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            squatter.bind((etcd.address.host, etcd.address.port))
+            squatter.listen()
+            etcd.restart()
+            with pytest.raises(UsageError, match="found the port in use by another program"):
+                await etcd.wait_ready()
+
+
 def test_it_dies_with_a_killed_owner_and_the_next_one_cleans_up(
     etcd_binary: Path, own_temporary_folder: Path
 ) -> None:
