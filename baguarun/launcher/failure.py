@@ -99,11 +99,15 @@ def _exception_line(traceback: list[str]) -> str:
     return next((line for line in traceback[start + 1 :] if line and not line[0].isspace()), "").strip()
 
 
-def format_report(failure: Failure, job_id: str) -> str:
-    """Several lines, ending in a newline: who, how, when, the traceback, where the log lies, what to do."""
+def format_report(failure: Failure, job_id: str, outcome: str = "") -> str:
+    """Several lines, ending in a newline: who, how, when, the traceback, where the log lies, what to do.
+
+    `outcome` is what the job made of it, as `after 1 of 1 restarts`.
+    """
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(failure.timestamp_s))
     millis = int(failure.timestamp_s % 1 * 1000)
-    lines = [f"baguarun: job {job_id} failed. The first failure in the cluster:", ""]
+    failed = f"failed {outcome}" if outcome else "failed"
+    lines = [f"baguarun: job {job_id} {failed}. The first failure in the cluster:", ""]
     lines.append(f"  {failure.summary()}")
     lines.append(f"  time:  {when}.{millis:03d} UTC")
     if failure.message:
@@ -112,7 +116,7 @@ def format_report(failure: Failure, job_id: str) -> str:
         lines.append(f"  log:   {failure.log_path} on node {failure.node}")
     if failure.signal in _HINTS:
         lines.append(f"  hint:  {_HINTS[signal.Signals(failure.signal)]}")
-    if failure.traceback:
+    if failure.traceback.strip() not in ("", failure.message.strip()):
         lines.append("")
         lines += [f"    {line}".rstrip() for line in failure.traceback.splitlines()]
     elif failure.signal is None and not failure.message:

@@ -62,6 +62,17 @@ def test_the_report_reads_as_agreed(name, case):
     assert format_report(case, "digits-1") == (GOLDEN / f"report_{name}.txt").read_text()
 
 
+def test_the_report_says_what_became_of_the_job() -> None:
+    report = format_report(failure(), "digits-1", "after 3 of 3 restarts")
+    assert report.startswith("baguarun: job digits-1 failed after 3 of 3 restarts. The first failure")
+
+
+def test_an_error_that_is_all_there_is_to_say_is_said_once() -> None:
+    cause = cause_from_output("", "no data\n")
+    report = format_report(failure(message=cause.message, traceback=cause.traceback), "digits-1")
+    assert report.count("no data") == 1
+
+
 def test_the_last_traceback_of_the_output_is_the_cause():
     first = TRACEBACK.replace("loss is nan", "old news")
     cause = cause_from_output("", f"starting\n{first}recovered\n{TRACEBACK}")
