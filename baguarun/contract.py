@@ -119,7 +119,7 @@ class WorkerEnv:
     restart_count: int
     max_restarts: int
     generation: int = 0
-    """Generation of the World, 0 for a static job."""
+    """Generation of the World, from 1 (a static job's too); 0 for a script that no agent started."""
     role: str = "default"
     error_file: str = ""
     """Where `torch.distributed.elastic.multiprocessing.errors.record` writes the exception."""
