@@ -7,7 +7,6 @@ stopped and read is in `workers`, `keeper` and `logs`. Nothing here blocks the e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -33,8 +32,6 @@ from baguarun.launcher.metrics import AgentStatus
 
 _GIVE_UP_S = 60.0
 """A node without workers and without a store has nothing left to wait for after this."""
-_LEAVE_S = 3.0
-"""How long a polite leave tries to reach the store before it goes without a word."""
 _FOR_EVER_S = 1e9
 _ALONE_S = 10.0
 """How long the node that serves the store waits for the others to read the outcome."""
@@ -67,27 +64,41 @@ class Agent:
         self._broken: asyncio.Future[None]
         self._store_lost_since: float | None = None
         self._finished: Finished | None = None
+        self._place = ""
+        self._leaving = False
+        self._hurry = asyncio.Event()
+        """Set when nobody wants to wait any longer for a job that is over."""
+        self._told = ""
+        """The last failure on this node that was printed."""
 
     async def run(self, session: Session, meeting: Meeting, signals: asyncio.Queue[int]) -> int:
         """Take part until the job is over or a signal says to leave; returns the exit code of the process.
 
         Raises `JobOverError` when the job failed, and whatever the session refuses with.
         """
+        self._place = meeting.place
         member = asyncio.create_task(session.run(), name="session")
         follow = asyncio.create_task(self._follow(session), name="follow")
         give_up = asyncio.create_task(self._give_up_without_store(), name="give up")
         signalled = asyncio.create_task(signals.get(), name="signals")
-        tasks: tuple[asyncio.Task[Any], ...] = (member, follow, give_up, signalled)
+        serve = asyncio.create_task(meeting.keep_serving(), name="serve")
+        tasks: tuple[asyncio.Task[Any], ...] = (member, follow, give_up, serve, signalled)
         self._broken = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait((*tasks, self._broken), return_when=asyncio.FIRST_COMPLETED)
             if signalled.done():
                 return await self._leave(session, meeting, signalled.result(), signals)
-            for ended in (self._broken, give_up, follow, member):
+            for ended in (self._broken, give_up, serve, follow, member):
                 if ended.done():
                     ended.result()
-            await asyncio.gather(follow, member)
-            return await self._end(session, meeting)
+            ending = asyncio.create_task(self._end(session, meeting, (follow, member)), name="end")
+            tasks = (ending, *tasks)
+            await asyncio.wait((ending, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                self._say("baguarun: the job is over; not waiting any longer")
+                await self._workers.stop(0.0)
+                self._hurry.set()
+            return await ending
         finally:
             self._stop_watching()
             for task in tasks:
@@ -99,10 +110,13 @@ class Agent:
             await self._act(session, event)
 
     async def _act(self, session: Session, event: MembershipEvent) -> None:
+        if self._leaving:
+            return
         match event:
             case Prepare(generation, reason):
                 if generation > 1:
-                    self._say(f"baguarun: generation {generation}: {reason}")
+                    news = reason.removeprefix(self._told).lstrip(" ;") if self._told else reason
+                    self._say(f"baguarun: generation {generation}: {news}")
                 await self._stop_workers(self._shutdown_timeout_s)
                 await session.acknowledge(generation, free_port())
             case Start(world):
@@ -115,7 +129,10 @@ class Agent:
             case StoreLost():
                 self._store_lost_since = time.monotonic()
                 self._status.store_up = False
-                self._say("baguarun: the store does not answer; membership is paused, the workers go on")
+                self._say(
+                    f"baguarun: the store {self._place} does not answer; "
+                    "membership is paused, the workers go on"
+                )
             case StoreBack():
                 self._store_lost_since = None
                 self._status.store_up = True
@@ -127,12 +144,7 @@ class Agent:
 
     async def _start_workers(self, session: Session, world: World) -> None:
         if world.num_nodes > 1 or world.generation > 1:
-            last = world.first_rank + world.local_world_size - 1
-            self._say(
-                f"baguarun: generation {world.generation}: {world.num_nodes} nodes, "
-                f"{world.world_size} workers; this is node {world.node_rank}, "
-                f"ranks {world.first_rank} to {last}"
-            )
+            self._say(f"baguarun: generation {world.generation}: {describe(world)}")
         await self._workers.start(world)
         self._status.enter(world.generation, world.world_size, time.monotonic())
         self._status.workers_running = world.local_world_size
@@ -151,7 +163,8 @@ class Agent:
         if result.failure is None:
             await session.report_done(world.generation)
         else:
-            self._say(f"baguarun: {result.failure.summary()}")
+            self._told = result.failure.summary()
+            self._say(f"baguarun: {self._told}")
             await session.report_failure(result.failure, retry_free=result.port_in_use)
 
     async def _stop_workers(self, grace_s: float) -> None:
@@ -174,8 +187,8 @@ class Agent:
             idle_since = None if busy else idle_since or time.monotonic()
             if idle_since is not None and time.monotonic() - idle_since > _GIVE_UP_S:
                 raise JobFailedError(
-                    f"the store has not answered for {_GIVE_UP_S:.0f} s and no worker is left running "
-                    "on this node; start the job again when the store is back"
+                    f"the store {self._place} has not answered for {_GIVE_UP_S:.0f} s and no worker is left "
+                    "running on this node; start the job again when the store is back"
                 )
 
     async def _leave(
@@ -186,8 +199,9 @@ class Agent:
         self._say(
             f"baguarun: {name}: stopping the workers and leaving the job (once more: kill them at once)"
         )
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(session.leave(name), _LEAVE_S)
+        # What membership still has to say is for those who stay.
+        self._leaving = True
+        await session.leave(name)
         self._stop_watching()
         hurried = await stop_or_hurry(self._workers, self._shutdown_timeout_s, signals)
         if meeting.serves_others and not hurried:
@@ -202,15 +216,32 @@ class Agent:
             again.cancel()
         return 128 + signum
 
-    async def _end(self, session: Session, meeting: Meeting) -> int:
+    async def _end(self, session: Session, meeting: Meeting, work: tuple[asyncio.Task[None], ...]) -> int:
+        await asyncio.gather(*work)
         finished = self._finished
         if finished is None:
             raise RuntimeError("the session ended without an outcome")
         if meeting.serves_others:
-            await session.wait_until_alone(_ALONE_S)
+            alone = asyncio.create_task(session.wait_until_alone(_ALONE_S))
+            hurry = asyncio.create_task(self._hurry.wait())
+            await asyncio.wait((alone, hurry), return_when=asyncio.FIRST_COMPLETED)
+            alone.cancel()
+            hurry.cancel()
         if not finished.success:
             raise JobOverError(finished)
         return finished.exit_code
+
+
+def describe(world: World) -> str:
+    """`2 nodes, 4 workers; this is node 1, ranks 2 to 3`."""
+    last = world.first_rank + world.local_world_size - 1
+    ranks = f"ranks {world.first_rank} to {last}" if world.local_world_size > 1 else f"rank {last}"
+    nodes, workers = _count(world.num_nodes, "node"), _count(world.world_size, "worker")
+    return f"{nodes}, {workers}; this is node {world.node_rank}, {ranks}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 async def stop_or_hurry(workers: LocalWorkers, grace_s: float, signals: asyncio.Queue[int]) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import shutil
-import tempfile
 
 from baguarun.contract import WorkerEnv, World
+from baguarun.elastic.membership.scratch import ScratchFolder
 from baguarun.launcher.binding import BindingPlan
 from baguarun.launcher.command import worker_argv
 from baguarun.launcher.keeper import Keeper
@@ -16,6 +16,8 @@ from baguarun.launcher.workers import GroupResult, WorkerCommand, WorkerGroup
 
 _AGENT_ONLY = ("BAGUARUN_STORE_PASSWORD", "BAGUARUN_STORE")
 """Variables that a worker has no use for and should not be able to print."""
+_QUIET_S = 2.0
+"""A stop that takes longer is explained."""
 
 
 class LocalWorkers:
@@ -27,7 +29,8 @@ class LocalWorkers:
         self._keeper = keeper
         self._logs = logs
         self._group: WorkerGroup | None = None
-        self._error_dir = tempfile.mkdtemp(prefix="baguarun-errors-")
+        self._starting = asyncio.Lock()
+        self._errors = ScratchFolder("baguarun-errors-")
 
     @property
     def running(self) -> bool:
@@ -36,9 +39,10 @@ class LocalWorkers:
     async def start(self, world: World) -> None:
         """Start every worker of `world` on this node; raises `UsageError` if that cannot be."""
         commands = [self._command(world, local_rank) for local_rank in range(world.local_world_size)]
-        self._group = await WorkerGroup.start(
-            self._keeper, commands, world=world, node=self._settings.node_name, logs=self._logs
-        )
+        async with self._starting:
+            self._group = await WorkerGroup.start(
+                self._keeper, commands, world=world, node=self._settings.node_name, logs=self._logs
+            )
 
     async def wait(self) -> GroupResult:
         """How the running generation ends here; cancel it before `stop`."""
@@ -47,11 +51,22 @@ class LocalWorkers:
         return await self._group.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """End all of them and whatever they started; calling again meanwhile shortens the grace."""
-        group = self._group
+        """End all of them and whatever they started; calling again shortens the grace."""
+        async with self._starting:
+            group = self._group
         if group is None:
             return
-        for left in await group.stop(grace_s):
+        stopping = asyncio.ensure_future(group.stop(grace_s))
+        try:
+            done, _ = await asyncio.wait((stopping,), timeout=_QUIET_S)
+            if not done and grace_s > _QUIET_S:
+                self._logs.say(
+                    f"baguarun: some workers go on after SIGTERM; they have {grace_s:g} s to save their work"
+                )
+            left_behind = await stopping
+        finally:
+            stopping.cancel()
+        for left in left_behind:
             self._logs.say(
                 f"baguarun: process {left.pid} ({left.name}, state {left.state}) "
                 "cannot be killed and is left behind"
@@ -59,12 +74,12 @@ class LocalWorkers:
         self._group = None
 
     def close(self) -> None:
-        shutil.rmtree(self._error_dir, ignore_errors=True)
+        self._errors.remove()
 
     def _command(self, world: World, local_rank: int) -> WorkerCommand:
         settings, bound = self._settings, self._binding.workers[local_rank]
         rank = world.first_rank + local_rank
-        error_file = os.path.join(self._error_dir, f"generation-{world.generation}", f"rank-{rank}.json")
+        error_file = os.path.join(self._errors.path, f"generation-{world.generation}", f"rank-{rank}.json")
         env = WorkerEnv.for_worker(
             world,
             local_rank,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from baguarun.contract import Failure
 from baguarun.elastic.membership.events import Finished
@@ -33,6 +37,9 @@ from baguarun.launcher.rendezvous import (
 )
 from baguarun.launcher.settings import RunSettings
 from baguarun.launcher.static import static_world
+
+if TYPE_CHECKING:
+    from baguarun.elastic.membership.etcd import EtcdStore
 
 
 def run_job(settings: RunSettings) -> int:
@@ -74,6 +81,10 @@ class _Node:
     async def run(self) -> int:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(signum, self._signals.put_nowait, signum)
+        with _log_lines_go_to(self._logs.say):
+            return await self._run()
+
+    async def _run(self) -> int:
         metrics = MetricsServer(self._status)
         workers: LocalWorkers | None = None
         try:
@@ -98,15 +109,17 @@ class _Node:
     async def _run_member(
         self, workers: LocalWorkers, place: Embedded | ExternalStore | EndpointStore
     ) -> int:
-        meeting = Meeting(place, self._settings, self._logs.say)
+        meeting = Meeting(place, self._settings, self._logs.say, self._keeper.spare)
         try:
             meeting.start()
-            if meeting.etcd_pid is not None:
-                self._keeper.spare(meeting.etcd_pid)
             # Imported while etcd starts: the client library costs a tenth of a second.
             from baguarun.elastic.membership.session import Session
 
-            store = await meeting.open()
+            store = await self._open(meeting)
+            if store is None:
+                signum = await self._signals.get()
+                self._logs.say(f"baguarun: {signal.Signals(signum).name}: leaving before the job has begun")
+                return 128 + signum
             session = Session(
                 store, job_spec(self._settings), self._offer(place), self._membership_settings()
             )
@@ -116,6 +129,21 @@ class _Node:
             return await agent.run(session, meeting, self._signals)
         finally:
             await meeting.close()
+
+    async def _open(self, meeting: Meeting) -> EtcdStore | None:
+        """The meeting place, however long it takes to appear; None if a signal came first."""
+        opening = asyncio.create_task(meeting.open())
+        signalled = asyncio.create_task(self._signals.get())
+        try:
+            await asyncio.wait((opening, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done():
+                self._signals.put_nowait(signalled.result())
+                return None
+            return opening.result()
+        finally:
+            opening.cancel()
+            signalled.cancel()
+            await asyncio.gather(opening, signalled, return_exceptions=True)
 
     def _binding(self) -> BindingPlan:
         environ = self._settings.environ
@@ -141,9 +169,15 @@ class _Node:
 
     def _report(self, error: JobFailedError, failure: Failure | None) -> None:
         """The last words of every agent: who failed first in the whole cluster."""
-        if failure is not None:
-            self._logs.say(format_report(failure, self._settings.job_id).rstrip("\n"))
-        self._logs.say(f"baguarun: the job failed: {error}")
+        if failure is None:
+            self._logs.say(f"baguarun: job {self._settings.job_id} failed: {error}")
+        else:
+            why = (
+                str(error).removeprefix(failure.summary()).lstrip(" ,;")
+                if self._settings.max_restarts
+                else ""
+            )
+            self._logs.say(format_report(failure, self._settings.job_id, why).rstrip("\n"))
 
     async def _run_static(self, workers: LocalWorkers) -> int:
         """No store and no membership: the World is what the flags say, restarts are this node's alone."""
@@ -162,13 +196,15 @@ class _Node:
                 return await self._stop_for(signalled.result(), workers)
             signalled.cancel()
             failure = ended.result().failure
-            await workers.stop(self._settings.shutdown_timeout_s if failure else 0.0)
             if failure is None:
+                await workers.stop(0.0)
                 return 0
-            if restart_count == max_restarts:
-                reason = f"a worker failed after {restart_count} of {max_restarts} restarts"
+            self._logs.say(f"baguarun: {failure.summary()}")
+            hurried = await stop_or_hurry(workers, self._settings.shutdown_timeout_s, self._signals)
+            if hurried or restart_count == max_restarts:
+                reason = f"after {restart_count} of {max_restarts} restarts"
                 raise JobOverError(Finished(False, failure, reason, failure.process_exit_code))
-            self._logs.say(f"baguarun: {failure.summary()}; restart {restart_count + 1} of {max_restarts}")
+            self._logs.say(f"baguarun: restart {restart_count + 1} of {max_restarts}")
         raise AssertionError("a job restarts or ends")
 
     async def _stop_for(self, signum: int, workers: LocalWorkers) -> int:
@@ -176,3 +212,25 @@ class _Node:
         self._logs.say(f"baguarun: {name}: stopping the workers (once more: kill them at once)")
         await stop_or_hurry(workers, self._settings.shutdown_timeout_s, self._signals)
         return 128 + signum
+
+
+class _SayHandler(logging.Handler):
+    """Prints warnings of the membership code as the agent prints its own words."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"baguarun: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _log_lines_go_to(say: Callable[[str], None]) -> Iterator[None]:
+    handler = _SayHandler(say)
+    logger = logging.getLogger("baguarun")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
