@@ -51,7 +51,7 @@ void Link::shutdownStreams() noexcept {
 }
 
 bool Link::peerHasClosed() const noexcept {
-  return std::ranges::any_of(streams_, [](const Stream& stream) { return stream.hasEnded; });
+  return std::ranges::any_of(streams_, [](const Stream& stream) { return stream.isHungUp; });
 }
 
 void Link::throwIfBroken() const {
@@ -164,6 +164,7 @@ void Link::pollEvents() {
     Stream& stream = streams_[event.data.u64];
     // Errors and hang-ups are found by reading and writing.
     const bool isOver = (event.events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP)) != 0;
+    stream.isHungUp |= isOver;
     stream.isReadable |= isOver || (event.events & EPOLLIN) != 0;
     stream.isWritable |= isOver || (event.events & EPOLLOUT) != 0;
   }
@@ -286,7 +287,7 @@ bool Link::readFrom(size_t index) {
       return consumed;
     case Visit::kEnded:
       stream.isReadable = false;
-      stream.hasEnded = true;
+      stream.isHungUp = true;
       if (stream.frame.has_value() || !stream.reader.staged().empty()) {
         breakWith(Fault::kRemote, "closed the connection in the middle of a message");
       }
@@ -370,9 +371,10 @@ void Link::advanceFrame(Stream& stream, size_t bytes) {
   }
 }
 
-// With nothing left to move: is somebody waited for who has gone?
+// With nothing left to move: is somebody waited for who has gone? What a stream that hung up still holds then
+// is for receives that are not posted.
 void Link::checkEnded() {
-  const bool allEnded = std::ranges::all_of(streams_, [](const Stream& stream) { return stream.hasEnded; });
+  const bool allEnded = std::ranges::all_of(streams_, [](const Stream& stream) { return stream.isHungUp; });
   const bool someEnded = peerHasClosed();
   // What is still under way on other streams is worth waiting for, unless it stays away.
   const bool isStuck = Clock::now() - lastMoved_ > settings_.peerTimeout;

@@ -123,7 +123,7 @@ class Link {
     uint32_t frameFilled = 0;    // bytes of it that have arrived
     bool isReadable = true;      // until the kernel says otherwise
     bool isWritable = true;
-    bool hasEnded = false;
+    bool isHungUp = false;  // the kernel knows the end; bytes before it may still wait for their irecv()
   };
 
   // One direction: a ring of requests in the order of their sequence numbers.

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+IN_CI = os.environ.get("CI") == "true"
 FOLDER = ROOT / "build" / "net_tests"
 ADDRESS_SANITIZER = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREAD_SANITIZER = ("-O1", "-g1", "-fsanitize=thread")

@@ -182,3 +182,17 @@ def test_a_repeated_or_misplaced_hello_is_dropped(plug: Plug) -> None:
     second.close()
     net.close_recv(comm)
     net.close_listen(listener)
+
+
+def test_a_dead_peer_is_found_behind_a_message_that_nobody_receives(plug: Plug) -> None:
+    net = plug()
+    comm, socks = dialled(net, streams=2)
+    request = post(net.irecv(comm, np.zeros(8, np.uint8)))
+    socks[0].sendall(frame(1, 4, 0, 4) + b"next")
+    for _ in range(20):
+        assert net.test(request) is None
+    for sock in socks:
+        sock.close()
+    with pytest.raises(NetFailure, match="closed the connection"):
+        finish((net, request))
+    net.close_recv(comm)

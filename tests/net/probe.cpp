@@ -1,0 +1,73 @@
+// Pure functions of the transport on the command line; what they print is compared in Python.
+//
+//   probe choose nccl|gloo < INTERFACES   lines "NAME ADDRESS PREFIX up|down"; the environment says the rules
+//   probe speed SYSFS NAME                megabit/s and the path of the device
+//   probe hmac KEY MESSAGE                both in hexadecimal
+//   probe address TEXT                    the address as understood
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "net/env.h"
+#include "net/interfaces.h"
+#include "net/sha256.h"
+
+namespace {
+
+using namespace baguarun::net;
+using Words = std::vector<std::string>;
+
+void choose(const Words& words) {
+  std::vector<Interface> all;
+  std::string name;
+  std::string address;
+  int prefixBits = 0;
+  std::string state;
+  while (std::cin >> name >> address >> prefixBits >> state) {
+    all.push_back(
+        {.name = name, .address = Address::parse(address), .prefixBits = prefixBits, .isUp = state == "up"});
+  }
+  const Env env = Env::read();
+  for (const Interface& chosen : words.at(0) == "nccl" ? chooseForNccl(all, env) : chooseForGloo(all, env)) {
+    std::cout << chosen.name << " " << chosen.address.toString() << "\n";
+  }
+}
+
+std::vector<uint8_t> unhex(const std::string& text) {
+  std::vector<uint8_t> bytes;
+  for (size_t index = 0; index + 1 < text.size(); index += 2) {
+    bytes.push_back(static_cast<uint8_t>(std::stoul(text.substr(index, 2), nullptr, 16)));
+  }
+  return bytes;
+}
+
+void hmac(const Words& words) {
+  for (const uint8_t byte : hmacSha256(unhex(words.at(0)), unhex(words.at(1)))) {
+    std::printf("%02x", byte);
+  }
+}
+
+void speed(const Words& words) {
+  std::cout << interfaceSpeedMbps(words.at(1), words.at(0)) << " "
+            << interfacePciPath(words.at(1), words.at(0));
+}
+
+void address(const Words& words) { std::cout << Address::parse(words.at(0)).toString(); }
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::map<std::string, std::function<void(const Words&)>> commands{
+      {"choose", choose}, {"speed", speed}, {"hmac", hmac}, {"address", address}};
+  try {
+    commands.at(argv[1])(Words(argv + 2, argv + argc));
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << error.what();
+    return 1;
+  }
+}

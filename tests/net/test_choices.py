@@ -1,0 +1,177 @@
+"""What is chosen without a network: interfaces by NCCL's and Gloo's rules, settings, addresses, digests."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.net import native
+
+HOST = """
+lo 127.0.0.1 8 up
+eth0 10.0.0.5 24 up
+eth1 10.1.0.5 16 up
+eth10 10.2.0.5 16 up
+docker0 172.17.0.1 16 up
+virbr0 192.168.122.1 24 up
+wlan0 10.9.0.5 24 down
+lo ::1 128 up
+eth0 [2001:db8::5]:0 64 up
+eth1 [fe80::5]:0 64 up
+"""
+
+
+def probe(*words: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    ours = ("BAGUA_NET_", "NCCL_", "GLOO_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    program = native.program(Path(__file__).parent / "probe.cpp")
+    return subprocess.run(
+        [str(program), *words], input=given, capture_output=True, text=True, env={**kept, **environment}
+    )
+
+
+def chosen(rules: str = "nccl", given: str = HOST, **environment: str) -> list[str]:
+    done = probe("choose", rules, given=given, **environment)
+    assert done.returncode == 0, done.stderr
+    return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+def refusal(rules: str = "nccl", given: str = HOST, **environment: str) -> str:
+    done = probe("choose", rules, given=given, **environment)
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("eth", ["eth0", "eth1", "eth10"]),
+        ("eth1", ["eth1", "eth10"]),
+        ("=eth1", ["eth1"]),
+        ("=eth1,eth0", ["eth0", "eth1"]),
+        ("^eth", ["lo", "docker0", "virbr0"]),
+        ("^eth1", ["lo", "eth0", "docker0", "virbr0"]),
+        ("^=eth1", ["lo", "eth0", "eth10", "docker0", "virbr0"]),
+        ("^docker,lo", ["eth0", "eth1", "eth10", "virbr0"]),
+        ("lo", ["lo"]),
+        ("eth0:1,docker0", ["eth0", "docker0"]),
+        ("=eth0:2", ["eth0"]),
+    ],
+)
+def test_nccl_socket_ifname_follows_nccls_rules(names: str, expected: list[str]) -> None:
+    assert chosen(NCCL_SOCKET_IFNAME=names) == expected
+
+
+@pytest.mark.parametrize("names", ["wlan0", "=eth", "nosuch", "^lo,eth,docker,virbr,wlan"])
+def test_names_that_leave_nothing_are_an_error_that_lists_what_there_is(names: str) -> None:
+    assert refusal(NCCL_SOCKET_IFNAME=names).startswith(
+        f"NCCL_SOCKET_IFNAME={names} leaves no interface of the wanted address family; there are: "
+        "lo 127.0.0.1:0, eth0 10.0.0.5:0"
+    )
+
+
+def host(*names: str) -> str:
+    return "\n".join(line for line in HOST.splitlines() if line.split()[:1] and line.split()[0] in names)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (HOST + "ib0 10.5.0.1 24 up\nib1 10.5.1.1 24 up\n", ["ib0", "ib1"]),
+        (HOST, ["eth0", "eth1", "eth10"]),
+        (host("lo", "docker0", "virbr0"), ["docker0"]),
+        (host("lo", "virbr0"), ["lo"]),
+        (host("virbr0"), ["virbr0"]),
+    ],
+)
+def test_without_names_the_order_is_nccls(given: str, expected: list[str]) -> None:
+    assert chosen(given=given) == expected
+
+
+def test_the_root_s_network_comes_before_other_interfaces() -> None:
+    assert chosen(NCCL_COMM_ID="10.1.200.1:5000") == ["eth1"]
+    assert chosen(NCCL_COMM_ID="10.77.0.1:5000") == ["eth0", "eth1", "eth10"]
+
+
+def test_the_family_decides_which_address_an_interface_has() -> None:
+    done = probe("choose", "nccl", given=HOST, NCCL_SOCKET_FAMILY="AF_INET6")
+    assert done.stdout == "eth0 [2001:db8::5]:0\neth1 [fe80::5]:0\n"
+    done = probe("choose", "nccl", given=HOST, NCCL_SOCKET_FAMILY="AF_INET", NCCL_SOCKET_IFNAME="=eth0")
+    assert done.stdout == "eth0 10.0.0.5:0\n"
+    assert chosen(given="lo ::1 128 up", NCCL_SOCKET_FAMILY="AF_INET6", NCCL_SOCKET_IFNAME="lo") == ["lo"]
+
+
+def test_gloo_s_names_are_whole_and_keep_their_order() -> None:
+    assert chosen("gloo", GLOO_SOCKET_IFNAME="eth10,eth0") == ["eth10", "eth0"]
+    assert refusal("gloo", GLOO_SOCKET_IFNAME="eth0,eth").startswith(
+        "GLOO_SOCKET_IFNAME names eth, which is no usable interface; there are: lo"
+    )
+    assert chosen("gloo", NCCL_SOCKET_IFNAME="=eth1") == ["eth1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "want"),
+    [
+        ("BAGUA_NET_NSTREAMS", "0", "a whole number from 1 to 64"),
+        ("BAGUA_NET_NSTREAMS", "65", "a whole number from 1 to 64"),
+        ("BAGUA_NET_NSTREAMS", "4 ", "a whole number from 1 to 64"),
+        ("BAGUA_NET_CHUNK_BYTES", "64k", "a whole number from 4096 to 1048576"),
+        ("BAGUA_NET_PEER_TIMEOUT_S", "-1", "seconds from 0.1 to 86400"),
+        ("BAGUA_NET_CONNECT_TIMEOUT_S", "nan", "seconds from 0.1 to 86400"),
+        ("BAGUA_NET_HELLO_TIMEOUT_S", "1e9", "seconds from 0.1 to 86400"),
+        ("NCCL_SOCKET_FAMILY", "ipv6", "AF_INET or AF_INET6"),
+    ],
+)
+def test_a_setting_out_of_range_is_an_error_that_says_what_is_wanted(
+    name: str, found: str, want: str
+) -> None:
+    assert refusal(**{name: found}) == f"{name}={found}: want {want}"
+
+
+def test_the_speed_is_the_driver_s_or_nccl_s_guess(tmp_path: Path) -> None:
+    for name, text in {"fast": "100000\n", "unknown": "-1\n", "empty": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(text)
+    (tmp_path / "pci0").mkdir()
+    (tmp_path / "fast" / "device").symlink_to(tmp_path / "pci0")
+    assert probe("speed", str(tmp_path), "fast").stdout == f"100000 {tmp_path / 'pci0'}"
+    for name in ("unknown", "empty", "missing"):
+        assert probe("speed", str(tmp_path), name).stdout == "10000 "
+
+
+@pytest.mark.parametrize(
+    ("text", "understood"),
+    [
+        ("10.0.0.1:80", "10.0.0.1:80"),
+        ("10.0.0.1", "10.0.0.1:0"),
+        ("::1", "[::1]:0"),
+        ("[2001:db8::1]:443", "[2001:db8::1]:443"),
+        ("[fe80::1%lo]:1", "[fe80::1]:1"),
+    ],
+)
+def test_addresses_are_understood(text: str, understood: str) -> None:
+    assert probe("address", text).stdout == understood
+
+
+@pytest.mark.parametrize(
+    "text", ["", "localhost", "10.0.0.1:x", "10.0.0.1:65536", "[::1", "[::1]80", "[fe80::1%no]:1"]
+)
+def test_texts_that_are_no_address_are_errors_that_quote_them(text: str) -> None:
+    done = probe("address", text)
+    assert done.returncode == 1
+    assert f'"{text}"' in done.stderr
+
+
+@pytest.mark.parametrize("key_size", [0, 1, 63, 64, 65, 200])
+def test_the_digest_is_hmac_sha256(key_size: int) -> None:
+    rng = random.Random(key_size)
+    for size in (0, 1, 55, 56, 63, 64, 65, 119, 120, 1000):
+        key, message = rng.randbytes(key_size), rng.randbytes(size)
+        expected = hmac.new(key, message, hashlib.sha256).hexdigest()
+        assert probe("hmac", key.hex(), message.hex()).stdout == expected
