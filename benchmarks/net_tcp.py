@@ -47,7 +47,7 @@ def _shape_wire(mbit: int) -> None:
         _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", _NIC, "root", "tbf", *limit)
 
 
-def _shape_flows(caps_mbit: tuple[int, ...]) -> None:
+def shape_flows(caps_mbit: tuple[int, ...]) -> None:
     """The sender's flows by bits 1 and 2 of their source port: ports of connect() have one parity."""
     tc = ("ip", "netns", "exec", _SENDER, "tc")
     _run(*tc, "qdisc", "add", "dev", _NIC, "root", "handle", "1:", "htb", "default", "10")
@@ -142,7 +142,7 @@ def _mbps(program: Path, mode: str, streams: int, seconds: float) -> float:
 def _capped(report: Report, program: Path, caps: tuple[int, ...], repeats: int, seconds: float) -> None:
     for streams in (4, 8):
         case = f"caps {'/'.join(map(str, caps))}, {streams} streams"
-        with namespaces(functools.partial(_shape_flows, caps)):
+        with namespaces(functools.partial(shape_flows, caps)):
             values = _modes(program, streams, repeats, seconds)
         report.raw[f"{case}, Mbit/s"] = values
         ours, rival = max(values["link"]), max(values["static"])

@@ -3,7 +3,7 @@
     python -m tests.net.peer LIBRARY listen|connect send|recv SIZE [HANDLE]
 
 It listens and prints the handle, or connects to HANDLE; then it sends or receives messages of SIZE bytes for
-ever, one line per message. `idle` instead of send or recv does nothing at all.
+ever, one line per message, and "error CODE TEXT" at last. `idle` instead of send or recv does nothing at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.net.vtable import HANDLE_BYTES, Net, finish, until
+from tests.net.vtable import HANDLE_BYTES, Net, NetFailure, finish, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,12 @@ class Peer:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
+    def end(self) -> str:
+        """The error that it ends with."""
+        while (line := self.line()) == "message" or line == "connected":
+            pass
+        return line
+
     def handle(self) -> ctypes.Array[ctypes.c_char]:
         return ctypes.create_string_buffer(bytes.fromhex(self.line()), HANDLE_BYTES)
 
@@ -70,13 +76,16 @@ def main(words: list[str]) -> None:
         comm = until(lambda: net.connect(theirs))
     print("connected", flush=True)
     room = ctypes.create_string_buffer(os.urandom(max(size, 1)), max(size, 1))
-    while True:
-        if task == "idle":
-            time.sleep(3600)
-        request = net.isend(comm, room, size) if task == "send" else net.irecv(comm, room, size)
-        assert request is not None
-        finish((net, request))
-        print("message", flush=True)
+    if task == "idle":
+        time.sleep(3600)
+    try:
+        while True:
+            request = net.isend(comm, room, size) if task == "send" else net.irecv(comm, room, size)
+            assert request is not None
+            finish((net, request))
+            print("message", flush=True)
+    except NetFailure as failure:
+        print("error", failure.code, failure.log, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""Two hosts, as network namespaces: cut links, link-local addresses, several interfaces, skewed flows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import net_tcp
+from tests.net.peer import Peer
+
+pytestmark = pytest.mark.root
+
+LEFT, RIGHT = "n1-left", "n1-right"
+MIB = 1 << 20
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def sysctl(host: str, path: str, value: str) -> None:
+    command = f"echo {value} > /proc/sys/net/{path}"
+    subprocess.run(["ip", "netns", "exec", host, "sh", "-c", command], check=True)
+
+
+def cable(number: int) -> None:
+    """NIC n1-nic<number> on both hosts, with an IPv4 address; link-local IPv6 comes by itself."""
+    nic = f"n1-nic{number}"
+    ip("link", "add", nic, "netns", LEFT, "type", "veth", "peer", "name", nic, "netns", RIGHT)
+    for side, host in enumerate((LEFT, RIGHT), start=1):
+        ip("-n", host, "addr", "add", f"10.78.{number}.{side}/24", "dev", nic)
+        sysctl(host, f"ipv6/conf/{nic}/accept_dad", "0")
+        ip("-n", host, "link", "set", nic, "up")
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    try:
+        for host in (LEFT, RIGHT):
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+        cable(0)
+        yield
+    finally:
+        for host in (LEFT, RIGHT):
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+
+
+def cut() -> None:
+    """Packets from the left vanish without a word."""
+    ip("-n", RIGHT, "link", "set", "n1-nic0", "down")
+
+
+def on(host: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", host)
+
+
+QUICK = {"NCCL_SOCKET_IFNAME": "n1-nic", "BAGUA_NET_PEER_TIMEOUT_S": "2"}
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_sender_whose_network_is_cut_gets_an_error_that_names_the_peer(library: Path) -> None:
+    with Peer(library, "listen", "recv", MIB, prefix=on(RIGHT), **QUICK) as receiver:
+        handle = receiver.handle().raw
+        with Peer(library, "connect", "send", MIB, handle=handle, prefix=on(LEFT), **QUICK) as sender:
+            assert [sender.line(), sender.line()] == ["connected", "message"]
+            cut()
+            error = sender.end()
+    assert error.startswith("error 6 NET/BaguaNet : 10.78.0.2:")
+    assert "has not answered on stream" in error
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_receiver_that_waits_on_a_cut_network_gets_an_error_that_names_the_peer(library: Path) -> None:
+    with Peer(library, "listen", "recv", MIB, prefix=on(LEFT), **QUICK) as receiver:
+        handle = receiver.handle().raw
+        # Nothing is on its way in either direction: only a keepalive can notice.
+        with Peer(library, "connect", "idle", MIB, handle=handle, prefix=on(RIGHT), **QUICK) as silent:
+            assert [receiver.line(), silent.line()] == ["connected"] * 2
+            cut()
+            error = receiver.end()
+    assert error.startswith("error 6 NET/BaguaNet : 10.78.0.2:")
+
+
+@pytest.mark.usefixtures("hosts")
+def test_link_local_addresses_work_across_hosts_that_number_their_interfaces_differently(
+    library: Path,
+) -> None:
+    ip("-n", RIGHT, "link", "add", "n1-other", "type", "veth", "peer", "name", "n1-another")
+    cable(1)
+    settings = {"NCCL_SOCKET_IFNAME": "=n1-nic1", "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    with Peer(library, "listen", "recv", MIB, prefix=on(RIGHT), **settings) as receiver:
+        handle = receiver.handle().raw
+        with Peer(library, "connect", "send", MIB, handle=handle, prefix=on(LEFT), **settings) as sender:
+            assert [receiver.line(), receiver.line()] == ["connected", "message"]
+            assert [sender.line(), sender.line()] == ["connected", "message"]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_every_interface_is_a_device_and_an_unknown_speed_is_ten_gigabit(library: Path) -> None:
+    cable(1)
+    ip("-n", LEFT, "link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+    ip("-n", LEFT, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+    ip("-n", LEFT, "link", "set", "docker0", "up")
+    script = (
+        "import sys; from pathlib import Path; from tests.net.vtable import Net\n"
+        "net = Net(Path(sys.argv[1]))\n"
+        "for device in range(net.devices()):\n"
+        "    at = net.properties(device); print(at.name.decode(), at.guid, at.speed, at.devs[0])\n"
+    )
+    done = subprocess.run(
+        [*on(LEFT), sys.executable, "-c", script, str(library)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    # veth claims 10 Gbit/s.
+    assert done.stdout == "n1-nic0 0 10000 0\nn1-nic1 1 10000 1\n", done.stderr
+
+
+@pytest.mark.slow
+def test_flows_of_different_speed_carry_twice_what_a_static_split_does() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        program = net_tcp.compile_loop(Path(folder))
+        with net_tcp.namespaces(lambda: net_tcp.shape_flows((500, 500, 500, 100))):
+            ours = net_tcp.measure(program, "link", 4, 2.0)
+            rival = net_tcp.measure(program, "static", 4, 2.0)
+    assert ours.mbps >= 2 * rival.mbps
