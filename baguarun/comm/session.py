@@ -18,7 +18,9 @@ from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, read_worker_env
 from baguarun.errors import CommunicationError, UsageError
 
-_BROADCAST_BUFFER_BYTES = 32 << 20
+KIB, MIB = 2**10, 2**20
+
+_BROADCAST_BUFFER_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,10 @@ class DataParallelSession:
                 wire=getattr(extension.Wire, operation.wire.value),
                 average=operation.average,
             )
-        first_bytes, bucket_bytes = bucket_limits(self.settings.bucket_cap_mb)
+        total_bytes = sum(parameter.nbytes for _, parameter in parameters)
+        world_size = dist.get_world_size(self._group)
+        cap_mb = self.settings.bucket_cap_mb
+        first_bytes, bucket_bytes = bucket_limits(total_bytes, world_size, self.device, cap_mb)
         return extension.Engine(
             [(name, parameter, specs[parameter.dtype]) for name, parameter in parameters],
             self._group,
@@ -177,11 +182,20 @@ class DataParallelSession:
             ) from error
 
 
-def bucket_limits(bucket_cap_mb: float | None) -> tuple[int, int]:
-    """Bytes of the first bucket and of the others."""
-    if bucket_cap_mb is not None:
-        return int(bucket_cap_mb * 2**20), int(bucket_cap_mb * 2**20)
-    return 1 << 20, 8 << 20
+def bucket_limits(
+    total_bytes: int, world_size: int, device: torch.device, cap_mb: float | None
+) -> tuple[int, int]:
+    """Bytes at which the first bucket closes, and the others, for `total_bytes` of gradients."""
+    if device.type != "cpu":
+        # What NCCL wants: few launches; the first bucket is small so that communication starts early.
+        cap = int(cap_mb * MIB) if cap_mb is not None else 25 * MIB
+        return min(cap, MIB), cap
+    if cap_mb is not None:
+        return int(cap_mb * MIB), int(cap_mb * MIB)
+    # Enough buckets to overlap, as long as the messages of one bucket are worth sending.
+    floor = max(256 * KIB, 16 * KIB * world_size)
+    cap = min(max(total_bytes // 8, floor), max(8 * MIB, floor))
+    return cap, cap
 
 
 def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -33,7 +33,7 @@ def reference_exchange(flats: list[torch.Tensor]) -> torch.Tensor:
 
 def matches_reference_bit_for_bit() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        model = DistributedDataParallel(mlp(dtype, width=61), algorithm="bytegrad", bucket_cap_mb=0.02)
+        model = DistributedDataParallel(mlp(dtype, width=61), algorithm="bytegrad", bucket_cap_mb=0.01)
         parameters = list(model.module.parameters())
         for _ in range(3):
             x = batch(model.module)
