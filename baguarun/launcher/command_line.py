@@ -130,7 +130,9 @@ def _split(word: str) -> tuple[Option, str | None]:
 
 def _looks_like_option(word: str) -> bool:
     name = word[2:].partition("=")[0].replace("_", "-")
-    return (word.startswith("--") and name in _BY_NAME) or (len(word) == 2 and word[1:] in _BY_SHORT)
+    if word.startswith("--"):
+        return name in _BY_NAME
+    return len(word) == 2 and word[0] == "-" and word[1] in _BY_SHORT
 
 
 def _truth(source: str, text: str) -> bool:

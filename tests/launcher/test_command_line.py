@@ -83,6 +83,10 @@ def test_short_flags_take_their_value_apart_or_attached(words: list[str]) -> Non
     assert line.script == "x.py"
 
 
+def test_a_word_of_two_letters_is_a_value_even_if_its_second_is_a_short_flag() -> None:
+    assert read_command_line(["--log-dir", "tm", "x"]).given["log-dir"].text == "tm"
+
+
 def test_a_value_may_be_empty_or_start_with_a_dash_or_hold_anything() -> None:
     assert read_command_line(["--max-restarts", "-1", "x"]).given["max-restarts"].text == "-1"
     assert read_command_line(["--log-dir", "a b'\"$(x)", "x"]).given["log-dir"].text == "a b'\"$(x)"
