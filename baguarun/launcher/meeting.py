@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 _OPEN_TIMEOUT_S = 10.0
 """An etcd that somebody runs is there or it is not."""
 _RETRY_S = 0.5
+_QUIET_S = 2.0
+"""A wait that takes longer is explained."""
 _GUARD_S = 0.25
 _GUARD_PAUSE_S = 10.0
-"""Between two attempts to start a private etcd that will not start again."""
+"""At most, between two attempts to start a private etcd that will not start again."""
 
 
 class Meeting:
@@ -81,6 +83,22 @@ class Meeting:
 
     async def open(self) -> EtcdStore:
         """Connect; an endpoint that another node is still about to serve is waited for."""
+        telling = asyncio.get_running_loop().call_later(_QUIET_S, self._tell_what_we_wait_for)
+        try:
+            return await self._open()
+        finally:
+            telling.cancel()
+
+    def _tell_what_we_wait_for(self) -> None:
+        if self._etcd is not None:
+            what = "the private etcd"
+        elif isinstance(self._rendezvous, EndpointStore):
+            what = f"the node that serves {HostPort(self._rendezvous.host, self._rendezvous.port)}"
+        else:
+            what = f"the store {self.place}"
+        self._say(f"baguarun: waiting for {what}")
+
+    async def _open(self) -> EtcdStore:
         # gRPC prints a line when a process forks that has used it; `keep_serving` forks, and execs at once.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
         from baguarun.elastic.membership.etcd import EtcdStore
@@ -108,9 +126,9 @@ class Meeting:
         pause_s, told = _GUARD_S, ""
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = _GUARD_S
             etcd = self._etcd
             if etcd is None or etcd.returncode is None:
+                pause_s = _GUARD_S
                 continue
             if not told:
                 self._say(f"baguarun: the private etcd {_how_it_ended(etcd.returncode)}; starting it again")
@@ -120,10 +138,10 @@ class Meeting:
                 await etcd.wait_ready()
                 told = ""
             except (OSError, SetupError, UsageError) as error:
-                pause_s = _GUARD_PAUSE_S
+                pause_s = min(2 * pause_s, _GUARD_PAUSE_S)
                 if str(error) != told:
                     told = str(error)
-                    self._say(f"baguarun: {told}; trying again every {_GUARD_PAUSE_S:.0f} s")
+                    self._say(f"baguarun: {told}\nbaguarun: trying again until it serves")
 
     def _spare_etcd(self, etcd: PrivateEtcd) -> None:
         if etcd.pid is not None:
@@ -146,16 +164,12 @@ class Meeting:
         from baguarun.elastic.membership.etcd import EtcdStore
 
         deadline_s = time.monotonic() + self._settings.join_timeout_s
-        told = False
         while True:
             try:
                 return await EtcdStore.open(url, timeout_s=_OPEN_TIMEOUT_S, ping_interval_s=PING_INTERVAL_S)
             except StoreLostError:
                 if time.monotonic() > deadline_s:
                     raise
-            if not told:
-                self._say(f"baguarun: waiting for the node that serves {url.endpoints[0]}")
-                told = True
             await asyncio.sleep(_RETRY_S)
 
     async def close(self) -> None:
