@@ -62,14 +62,14 @@ class Agent:
         self._shutdown_timeout_s = shutdown_timeout_s
         self._watch: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None]
-        self._store_lost_since: float | None = None
+        self._store_lost = False
         self._finished: Finished | None = None
         self._place = ""
         self._leaving = False
         self._hurry = asyncio.Event()
         """Set when nobody wants to wait any longer for a job that is over."""
-        self._told = ""
-        """The last failure on this node that was printed."""
+        self._failure: Failure | None = None
+        """The last failure on this node; it has been printed."""
 
     async def run(self, session: Session, meeting: Meeting, signals: asyncio.Queue[int]) -> int:
         """Take part until the job is over or a signal says to leave; returns the exit code of the process.
@@ -115,7 +115,8 @@ class Agent:
         match event:
             case Prepare(generation, reason):
                 if generation > 1:
-                    news = reason.removeprefix(self._told).lstrip(" ;") if self._told else reason
+                    told = self._failure.summary() if self._failure else ""
+                    news = reason.removeprefix(told).lstrip(" ;")
                     self._say(f"baguarun: generation {generation}: {news}")
                 await self._stop_workers(self._shutdown_timeout_s)
                 await session.acknowledge(generation, free_port())
@@ -127,14 +128,14 @@ class Agent:
             case Waiting(reason):
                 self._say(f"baguarun: waiting: {reason}")
             case StoreLost():
-                self._store_lost_since = time.monotonic()
+                self._store_lost = True
                 self._status.store_up = False
                 self._say(
                     f"baguarun: the store {self._place} does not answer; "
                     "membership is paused, the workers go on"
                 )
             case StoreBack():
-                self._store_lost_since = None
+                self._store_lost = False
                 self._status.store_up = True
                 self._say("baguarun: the store answers again")
             case Expelled(reason):
@@ -163,8 +164,8 @@ class Agent:
         if result.failure is None:
             await session.report_done(world.generation)
         else:
-            self._told = result.failure.summary()
-            self._say(f"baguarun: {self._told}")
+            self._failure = result.failure
+            self._say(f"baguarun: {self._failure.summary()}")
             await session.report_failure(result.failure, retry_free=result.port_in_use)
 
     async def _stop_workers(self, grace_s: float) -> None:
@@ -180,16 +181,19 @@ class Agent:
 
     async def _give_up_without_store(self) -> None:
         """Returns never; raises when neither workers nor a store are left to wait for."""
+        now = asyncio.get_running_loop().time
         idle_since: float | None = None
         while True:
             await asyncio.sleep(1.0)
-            busy = self._store_lost_since is None or self._status.workers_running > 0
-            idle_since = None if busy else idle_since or time.monotonic()
-            if idle_since is not None and time.monotonic() - idle_since > _GIVE_UP_S:
-                raise JobFailedError(
+            busy = not self._store_lost or self._status.workers_running > 0
+            idle_since = None if busy else idle_since or now()
+            if idle_since is not None and now() - idle_since > _GIVE_UP_S:
+                reason = (
                     f"the store {self._place} has not answered for {_GIVE_UP_S:.0f} s and no worker is left "
                     "running on this node; start the job again when the store is back"
                 )
+                code = self._failure.process_exit_code if self._failure else 1
+                raise JobOverError(Finished(False, self._failure, reason, code))
 
     async def _leave(
         self, session: Session, meeting: Meeting, signum: int, signals: asyncio.Queue[int]

@@ -171,13 +171,13 @@ class _Node:
         """The last words of every agent: who failed first in the whole cluster."""
         if failure is None:
             self._logs.say(f"baguarun: job {self._settings.job_id} failed: {error}")
-        else:
-            why = (
-                str(error).removeprefix(failure.summary()).lstrip(" ,;")
-                if self._settings.max_restarts
-                else ""
-            )
-            self._logs.say(format_report(failure, self._settings.job_id, why).rstrip("\n"))
+            return
+        why = str(error).removeprefix(failure.summary()).lstrip(" ,;")
+        is_count = why.startswith("after ")
+        if not is_count:
+            self._logs.say(f"baguarun: {why}")
+        outcome = why if is_count and self._settings.max_restarts else ""
+        self._logs.say(format_report(failure, self._settings.job_id, outcome).rstrip("\n"))
 
     async def _run_static(self, workers: LocalWorkers) -> int:
         """No store and no membership: the World is what the flags say, restarts are this node's alone."""

@@ -1,0 +1,172 @@
+"""What the agent does with what membership says, in virtual time: no store, no processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from baguarun.contract import Failure, World
+from baguarun.elastic.membership.events import Finished, MembershipEvent, Prepare, Start, StoreLost
+from baguarun.elastic.membership.session import Session
+from baguarun.launcher.agent import Agent, JobOverError
+from baguarun.launcher.local_workers import LocalWorkers
+from baguarun.launcher.meeting import Meeting
+from baguarun.launcher.metrics import AgentStatus
+from baguarun.launcher.workers import GroupResult
+from tests.support.virtual_time import in_virtual_time
+
+WORLD = World(
+    job_id="j",
+    generation=1,
+    node_rank=0,
+    num_nodes=1,
+    first_rank=0,
+    local_world_size=1,
+    world_size=1,
+    master_addr="127.0.0.1",
+    master_port=1,
+    restart_count=0,
+    max_restarts=0,
+)
+FAILURE = Failure(
+    generation=1, node="n", rank=0, local_rank=0, pid=7, exit_code=9, signal=None, timestamp_s=0.0
+)
+
+
+class FakeSession:
+    """Says what it is told to say; ends when told to leave or after `Finished`."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[MembershipEvent | None] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self.stored = asyncio.Event()
+        self.left = ""
+
+    async def run(self) -> None:
+        await self.ended.wait()
+        self.queue.put_nowait(None)
+
+    @property
+    async def events(self) -> AsyncIterator[MembershipEvent]:
+        while (event := await self.queue.get()) is not None:
+            yield event
+
+    async def acknowledge(self, generation: int, master_port: int | None) -> None:
+        assert master_port
+
+    async def report_done(self, generation: int) -> None:
+        await self.stored.wait()
+
+    async def report_failure(self, failure: Failure, *, retry_free: bool = False) -> None:
+        await self.stored.wait()
+
+    async def leave(self, reason: str) -> None:
+        self.left = reason
+        # What was under way when the farewell was sent is still read.
+        self.queue.put_nowait(Start(WORLD))
+        await asyncio.sleep(1.0)
+        self.ended.set()
+
+    async def wait_until_alone(self, timeout_s: float) -> bool:
+        await asyncio.sleep(timeout_s)
+        return False
+
+
+class FakeWorkers:
+    def __init__(self, stop_s: float = 0.0) -> None:
+        self.result: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
+        self.starts = 0
+        self.stop_s = stop_s
+
+    async def start(self, world: World) -> None:
+        self.starts += 1
+
+    async def wait(self) -> GroupResult:
+        return await asyncio.shield(self.result)
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.sleep(min(self.stop_s, grace_s))
+
+
+class FakeMeeting:
+    place = "etcd://here:1"
+
+    def __init__(self, *, serves_others: bool = False) -> None:
+        self.serves_others = serves_others
+
+    async def keep_serving(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+class Scene:
+    """An agent among fakes."""
+
+    def __init__(self, *, stop_s: float = 0.0, serves_others: bool = False) -> None:
+        self.session, self.workers = FakeSession(), FakeWorkers(stop_s)
+        self.said: list[str] = []
+        self.signals: asyncio.Queue[int] = asyncio.Queue()
+        agent = Agent(
+            cast(LocalWorkers, self.workers),
+            AgentStatus(job_id="j", node="n"),
+            self.said.append,
+            shutdown_timeout_s=300.0,
+        )
+        meeting: Any = FakeMeeting(serves_others=serves_others)
+        self.run = asyncio.create_task(
+            agent.run(cast(Session, self.session), cast(Meeting, meeting), self.signals)
+        )
+
+    async def say(self, *events: MembershipEvent) -> None:
+        for event in events:
+            self.session.queue.put_nowait(event)
+        await asyncio.sleep(0.1)
+
+
+@in_virtual_time
+async def test_a_node_whose_worker_failed_while_the_store_was_away_gives_up_with_that_failure() -> None:
+    scene = Scene()
+    await scene.say(Prepare(1, "first"), Start(WORLD), StoreLost())
+    await asyncio.sleep(1000)
+    assert not scene.run.done(), "training goes on"
+    scene.workers.result.set_result(GroupResult(failure=FAILURE))
+    with pytest.raises(JobOverError, match="etcd://here:1 has not answered for 60 s") as caught:
+        await scene.run
+    assert (caught.value.failure, caught.value.exit_code) == (FAILURE, 9)
+
+
+@in_virtual_time
+async def test_one_that_leaves_starts_nothing_more() -> None:
+    scene = Scene()
+    await scene.say(Prepare(1, "first"))
+    scene.signals.put_nowait(15)
+    assert await scene.run == 143
+    assert (scene.session.left, scene.workers.starts) == ("SIGTERM", 0)
+
+
+@in_virtual_time
+async def test_a_signal_cuts_the_wait_for_other_nodes_short_and_keeps_the_outcome() -> None:
+    scene = Scene(serves_others=True)
+    await scene.say(Prepare(1, "first"), Start(WORLD), Finished(False, FAILURE, "it failed", 9))
+    scene.session.ended.set()
+    await asyncio.sleep(1.0)
+    assert not scene.run.done()
+    scene.signals.put_nowait(2)
+    await asyncio.sleep(0.1)
+    assert scene.run.done()
+    with pytest.raises(JobOverError, match="it failed"):
+        await scene.run
+
+
+@in_virtual_time
+async def test_what_was_said_of_a_failure_is_not_said_again_with_the_restart() -> None:
+    scene = Scene()
+    await scene.say(Prepare(1, "first"), Start(WORLD))
+    scene.workers.result.set_result(GroupResult(failure=FAILURE))
+    await asyncio.sleep(0.1)
+    await scene.say(Prepare(2, f"{FAILURE.summary()}; restart 1 of 2"))
+    assert scene.said == [f"baguarun: {FAILURE.summary()}", "baguarun: generation 2: restart 1 of 2"]
+    scene.signals.put_nowait(15)
+    await scene.run
