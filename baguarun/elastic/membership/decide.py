@@ -266,7 +266,9 @@ def _welcome(now_s: float, view: View, holders: list[Node], settings: Membership
     if full or view.done:
         untold = tuple(node.node_id for node in newcomers if node.node_id not in view.told)
         if untold:
-            why = f"all {view.spec.max_nodes} places are taken" if full else "the job is about to finish"
+            places = view.spec.max_nodes
+            taken = "its one place is taken" if places == 1 else f"all {places} places are taken"
+            why = f"{taken} (another job wants another --job-id)" if full else "the job is about to finish"
             return Decision(Tell(untold, refused=False), f"{why}; standing by")
         return Decision(Wait(), f"{running}; {len(newcomers)} stand by")
     until_s = view.newcomer_s + settings.join_settle_s

@@ -247,7 +247,7 @@ async def test_nodes_beyond_max_stand_by_and_take_the_place_of_one_that_goes() -
     nodes = [FakeNode(server, spec, f"n{i}") for i in range(2)]
     await until_running(nodes, 1)
     spare = FakeNode(server, spec, "n2")
-    await until(lambda: spare.waiting == "all 2 places are taken; standing by")
+    await until(lambda: (spare.waiting or "").startswith("all 2 places are taken (another job wants another"))
     await nodes[0].session.leave("preempted")
     await until_running([nodes[1], spare], 2)
 
@@ -357,9 +357,7 @@ async def test_a_store_that_is_away_pauses_membership_only() -> None:
 
 
 @in_virtual_time
-async def test_leases_that_ended_while_the_store_was_frozen_are_registered_again() -> (
-    None
-):
+async def test_leases_that_ended_while_the_store_was_frozen_are_registered_again() -> None:
     server, spec = FakeServer(), a_spec(2, 3)
     nodes = [FakeNode(server, spec, f"n{i}") for i in range(3)]
     await until_running(nodes, 1)
