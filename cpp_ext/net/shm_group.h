@@ -1,0 +1,151 @@
+// Collectives among the processes of one host, over memory that they share.
+//
+// An operation is a row of steps. In each, a rank copies a chunk into its slot of a ring, says so, and reads the
+// others' slots. No rank is more than two steps ahead of another, so a ring of five slots needs no other
+// bookkeeping: when a rank writes step k, everybody has read step k - 5 (see shm_group.cc).
+// All-reduce up to 64 KiB: every rank copies in and reduces everything, one synchronisation. Above: chunks of
+// 256 or 512 KiB, of which each rank reduces its share, pipelined; per rank and byte of data one copy in, one
+// share of the reduction, one copy out. Data inside the segment (allocate()) is reduced in place, without copies.
+// Results are the same bits on all ranks.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "net/reduce.h"
+#include "net/shm_segment.h"
+#include "net/shm_sync.h"
+
+namespace baguarun::net {
+
+// What a rank's call is; the calls of all ranks must be the same.
+enum class ShmCall : uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kGather,
+  kScatter,
+  kAllToAll,
+};
+
+// One rank's membership. A failure (an Error from any operation but those for arguments) is final for the group
+// on every rank: destroy it and make another.
+// Threads: collectives and allocate() from one thread at a time; send() and recv() from one thread at a time per
+// peer and direction, also beside collectives; abort() from any.
+class ShmGroup {
+ public:
+  static constexpr int kMaxRanks = 64;
+  // An any-tag is not offered: messages of a pair arrive in the order in which they were sent.
+  struct Options {
+    int rank = 0;
+    int size = 1;
+    // The same on all ranks, unlike that of any other group alive on the host.
+    std::string nonce;
+    // Bound of each operation, and of the group's making.
+    std::chrono::milliseconds timeout{30'000};
+    // Room for this rank's allocate(), the same on all ranks. Costs memory when it is allocated.
+    size_t arenaBytes = 0;
+  };
+
+  // Joins the group; all ranks call it. Throws as ShmSegment::connect() and Error(kUsage) for bad options.
+  ShmGroup(const Options& options, const BlobExchange& exchange);
+
+  // Rank of a group over a segment made by ShmSegment::forThreads(size, segmentBytes(size, arenaBytes)).
+  ShmGroup(const Options& options, std::shared_ptr<ShmSegment> segment);
+
+  static size_t segmentBytes(int size, size_t arenaBytes);
+
+  ShmGroup(const ShmGroup&) = delete;
+  ShmGroup& operator=(const ShmGroup&) = delete;
+  // Leaves; who still waits for this rank gets an Error.
+  ~ShmGroup();
+
+  // `data` is replaced by the reduction over all ranks. Inside the segment either on all ranks or on none.
+  void allReduce(void* data, size_t count, Dtype dtype, ReduceOp op);
+
+  // As allReduce(), but only root's `data` is replaced; the others' keeps its values.
+  void reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root);
+
+  // `in`: size() blocks of `count` elements. `out`: the reduction of block rank(). It may be that block of `in`.
+  void reduceScatter(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op);
+
+  // `out`: the ranks' `in`, `bytes` each, in rank order. `in` may be its own place in `out`.
+  void allGather(const void* in, void* out, size_t bytes);
+
+  void broadcast(void* data, size_t bytes, int root);
+
+  // `out` counts on root only, `in` on all.
+  void gather(const void* in, void* out, size_t bytes, int root);
+
+  // `in` counts on root only.
+  void scatter(const void* in, void* out, size_t bytes, int root);
+
+  // Block q of `in` goes to rank q, block q of `out` comes from rank q; blocks lie one behind the other. Sizes in
+  // bytes; what q sends to r must be what r expects of q. `in` and `out` must not overlap.
+  void allToAllV(const void* in, std::span<const size_t> sendBytes, void* out,
+                 std::span<const size_t> recvBytes);
+  void allToAll(const void* in, void* out, size_t bytes);
+
+  void barrier();
+
+  // Returns when the last byte is in the ring between the two: up to 256 KiB do not wait for recv().
+  void send(const void* data, size_t bytes, int to, uint32_t tag);
+
+  // Throws Error(kUsage) where the next message has another size or tag; that ends the group.
+  void recv(void* data, size_t bytes, int from, uint32_t tag);
+
+  // Memory in the segment, 64-byte aligned, zeroed, owned by the group. Throws Error(kSystem) when the arena or
+  // the machine's memory is used up.
+  void* allocate(size_t bytes);
+
+  // Ends all operations of all ranks within 100 ms, those to come included. Threads: any.
+  void abort() noexcept;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+
+ private:
+  struct Header;
+  struct Layout;
+  struct Cell;
+
+  static ShmSegment::Options segmentOptions(const Options& options);
+  uint64_t beginOperation();
+  void* slot(uint64_t step, int rank) const;
+  Header& header(uint64_t step, int rank) const;
+  void postReady(uint64_t step);
+  void waitReady(uint64_t step);
+  void waitDone(uint64_t step, int peer);
+  void verify(uint64_t step);
+  void checkRank(int rank, const char* what) const;
+  bool isInSegment(const void* data, size_t bytes) const;
+  Header makeHeader(ShmCall call, uint64_t count, int root = 0) const;
+
+  // Runs `steps` steps: copyIn(k, own slot) fills a slot, copyOut(k, step) reads all of them.
+  template <class CopyIn, class CopyOut>
+  void exchange(const Header& call, size_t steps, CopyIn copyIn, CopyOut copyOut);
+
+  void reduceAtOnce(const Header& call, std::byte* data);
+  void reducePipelined(const Header& call, std::byte* data);
+  void reduceInSegment(const Header& call, std::byte* data);
+
+  const int rank_;
+  const int size_;
+  const size_t arenaBytes_;
+  const std::shared_ptr<ShmSegment> segment_;
+  const std::unique_ptr<Layout> layout_;
+  std::unique_ptr<ShmWaiter> waiter_;
+  uint64_t step_ = 0;
+  uint64_t sequence_ = 0;
+  size_t arenaUsed_ = 0;
+  Clock::time_point start_;
+};
+
+}  // namespace baguarun::net

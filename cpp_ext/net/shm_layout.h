@@ -1,0 +1,66 @@
+// Where things lie in a ShmGroup's segment: flags, headers, the ring of slots, rings of pairs, arenas.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "net/shm_group.h"
+
+namespace baguarun::net {
+
+// What a rank says about its call beside the first step's data.
+struct alignas(64) ShmGroup::Header {
+  static constexpr uint64_t kPrivate = ~uint64_t{0};
+
+  uint64_t sequence;
+  uint64_t count;   // elements for reductions, else bytes
+  uint64_t offset;  // of the data in the segment; kPrivate: elsewhere
+  uint32_t root;
+  ShmCall call;
+  Dtype dtype;
+  ReduceOp op;
+
+  bool matches(const Header& other) const {
+    return sequence == other.sequence && count == other.count && root == other.root && call == other.call &&
+           dtype == other.dtype && op == other.op && (offset == kPrivate) == (other.offset == kPrivate);
+  }
+  std::string text() const;
+};
+
+// One piece of a message between two ranks.
+struct ShmGroup::Cell {
+  static constexpr size_t kBytes = 64 << 10;
+  static constexpr uint64_t kCount = 4;
+
+  alignas(64) uint64_t messageBytes;
+  uint32_t tag;
+  alignas(64) std::byte data[kBytes];
+};
+
+struct ShmGroup::Layout {
+  static constexpr uint64_t kSlots = 5;
+  static constexpr size_t kSlotBytes = 512 << 10;
+
+  Layout(std::byte* base, int size, size_t arenaBytes);
+
+  struct Pair {
+    ShmFlag* sent;  // cells written
+    ShmFlag* read;  // cells read
+    Cell* cells;
+  };
+  Pair pair(int from, int to) const;
+
+  ShmState* state;
+  ShmFlag* left;
+  ShmFlag* ready;
+  ShmFlag* done;
+  ShmFlag* pairFlags;
+  Header* headers;
+  std::byte* slots;
+  Cell* cells;
+  std::byte* arenas;
+  std::byte* end;
+  int size;
+};
+
+}  // namespace baguarun::net

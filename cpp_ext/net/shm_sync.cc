@@ -1,0 +1,142 @@
+#include "net/shm_sync.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <bit>
+#include <climits>
+#include <utility>
+
+namespace baguarun::net {
+
+namespace {
+
+// About 20 µs: longer than a hand-over between two CPUs, too short to be seen in a waiting rank's CPU time.
+constexpr int kSpins = 500;
+// With more ranks than CPUs the one we wait for may want this one.
+constexpr int kYields = 5;
+// A sleeping rank looks for failures this often: within 100 ms of abort(), at 0.2 ms of CPU per second.
+constexpr timespec kSlice{.tv_sec = 0, .tv_nsec = 40'000'000};
+
+// The kernel compares 32 bits: the low half of the count.
+uint32_t* futexWord(std::atomic<uint64_t>& value) {
+  static_assert(std::endian::native == std::endian::little);
+  return reinterpret_cast<uint32_t*>(&value);
+}
+
+struct Verdict {
+  ShmFailure failure;
+  int culprit;
+  int reporter;
+};
+
+uint64_t pack(Verdict verdict) {
+  return uint64_t{1} << 63 | static_cast<uint64_t>(verdict.failure) << 32 |
+         static_cast<uint64_t>(verdict.culprit) << 16 | static_cast<uint64_t>(verdict.reporter);
+}
+
+Verdict unpack(uint64_t word) {
+  return {static_cast<ShmFailure>((word >> 32) & 0xff), static_cast<int>((word >> 16) & 0xffff),
+          static_cast<int>(word & 0xffff)};
+}
+
+}  // namespace
+
+ShmWaiter::ShmWaiter(std::shared_ptr<ShmSegment> segment, int rank, std::chrono::milliseconds timeout,
+                     ShmState* state, ShmFlag* left)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      timeout_(timeout),
+      state_(state),
+      left_(left),
+      spins_(segment_->size() <= segment_->usableCpus() ? kSpins : 1) {}
+
+void ShmWaiter::post(ShmFlag& flag, uint64_t value) noexcept {
+  // Sequentially consistent, as in waitLonger(): either we see the waiter or it sees the value.
+  flag.value.store(value);
+  if (flag.hasWaiters.load() != 0) {
+    flag.hasWaiters.store(0);
+    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point start) {
+  for (int i = 0; i < kYields; ++i) {
+    sched_yield();
+    if (flag.value.load(std::memory_order_acquire) >= value) {
+      return;
+    }
+  }
+  for (;;) {
+    checkFailure();
+    flag.hasWaiters.store(1);
+    const uint64_t seen = flag.value.load();
+    if (seen >= value) {
+      return;
+    }
+    // Woken, interrupted, overtaken or at the slice's end: the value alone decides.
+    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen), &kSlice, nullptr, 0);
+    if (flag.value.load() >= value) {
+      return;
+    }
+    checkPeer(flag, value, peer);
+    if (Clock::now() - start > timeout_) {
+      fail(ShmFailure::kTimeout, peer);
+    }
+  }
+}
+
+void ShmWaiter::checkPeer(const ShmFlag& flag, uint64_t value, int peer) {
+  ShmFailure failure = ShmFailure::kNone;
+  if (left_[peer].value.load() != 0) {
+    failure = ShmFailure::kLeft;
+  } else if (const Fd& pidfd = segment_->peer(peer).pidfd) {
+    pollfd entry{.fd = pidfd.get(), .events = POLLIN, .revents = 0};
+    if (poll(&entry, 1, 0) == 1) {
+      failure = ShmFailure::kDied;
+    }
+  }
+  // What it did before it went counts.
+  if (failure != ShmFailure::kNone && flag.value.load() < value) {
+    fail(failure, peer);
+  }
+}
+
+void ShmWaiter::record(ShmFailure failure, int culprit) noexcept {
+  uint64_t none = 0;
+  state_->failure.compare_exchange_strong(none, pack({failure, culprit, rank_}));
+}
+
+void ShmWaiter::fail(ShmFailure failure, int culprit) {
+  record(failure, culprit);
+  throwFailure();
+}
+
+void ShmWaiter::throwFailure() const {
+  const Verdict verdict = unpack(state_->failure.load());
+  const std::string culprit = segment_->peerName(verdict.culprit);
+  const bool isOurs = verdict.reporter == rank_;
+  const std::string found = isOurs ? "" : " (found by " + segment_->peerName(verdict.reporter) + ")";
+  switch (verdict.failure) {
+    case ShmFailure::kAborted:
+      throw isOurs ? Error(Fault::kAborted, "", "the shared-memory group was aborted")
+                   : Error(Fault::kRemote, culprit, "aborted the shared-memory group");
+    case ShmFailure::kDied:
+      throw Error(Fault::kRemote, culprit, "its process has ended" + found);
+    case ShmFailure::kLeft:
+      throw Error(Fault::kRemote, culprit, "has left the shared-memory group" + found);
+    case ShmFailure::kTimeout:
+      throw Error(isOurs ? Fault::kTimeout : Fault::kRemote, culprit, "did not take part in time" + found);
+    case ShmFailure::kMismatch:
+      throw Error(Fault::kUsage, culprit, "its call does not match the other ranks'" + found);
+    case ShmFailure::kNone:
+      break;
+  }
+  NET_CHECK(false);
+  std::abort();
+}
+
+}  // namespace baguarun::net
