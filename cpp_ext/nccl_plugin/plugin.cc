@@ -75,6 +75,9 @@ Result init(void** context, uint64_t, void*, Logger logger, void*) {
 }
 
 Result finalize(void* context) {
+  if (context == nullptr) {
+    return Result::kSuccess;  // of an init() that failed
+  }
   delete static_cast<Context*>(context);
   Library::instance().release();
   return Result::kSuccess;

@@ -151,6 +151,7 @@ bool Link::progress() {
     lastMoved_ = Clock::now();
     return true;
   }
+  checkBrokenWrite();
   if (numPending_ > 0) {
     checkEnded();
     checkSilence();
@@ -189,7 +190,7 @@ bool Link::pumpWrites() {
 // One visit to one stream: the rest of its batch, or the next chunk.
 bool Link::writeTo(size_t index) {
   Stream& stream = streams_[index];
-  if (!stream.isWritable || (stream.writer.isIdle() && !deal(stream.writer))) {
+  if (!stream.isWritable || brokenWrite_.has_value() || (stream.writer.isIdle() && !deal(stream.writer))) {
     return false;
   }
   switch (stream.writer.write(stream.fd.get())) {
@@ -207,7 +208,8 @@ bool Link::writeTo(size_t index) {
     case Visit::kBroken:
       break;
   }
-  breakStream(index, "while sending", stream.writer.error());
+  brokenWrite_ = {.stream = index, .error = stream.writer.error()};
+  return false;
 }
 
 // Fills an idle writer: one chunk of a long message, or as many short ones as make one.
@@ -368,6 +370,12 @@ void Link::advanceFrame(Stream& stream, size_t bytes) {
     if (request.moved_ == *request.total_) {
       finish(receives_, request);
     }
+  }
+}
+
+void Link::checkBrokenWrite() {
+  if (brokenWrite_.has_value()) {
+    breakStream(brokenWrite_->stream, "while sending", brokenWrite_->error);
   }
 }
 

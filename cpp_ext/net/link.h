@@ -152,6 +152,7 @@ class Link {
   Request* findReceiver(const Frame& frame, size_t index);
   void advanceFrame(Stream& stream, size_t bytes);
 
+  void checkBrokenWrite();
   void checkEnded();
   void checkSilence();
 
@@ -161,6 +162,13 @@ class Link {
   Epoll epoll_;
   std::atomic<bool> isAborted_{false};
   std::optional<Error> failure_;
+
+  // A write that failed ends the link only when all that had arrived before is read.
+  struct BrokenWrite {
+    size_t stream;
+    int error;
+  };
+  std::optional<BrokenWrite> brokenWrite_;
 
   Lane sends_;
   Lane receives_;

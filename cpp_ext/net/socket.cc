@@ -28,16 +28,6 @@ void setOption(int fd, int level, int name, int value, const char* what) {
   }
 }
 
-template <typename Call>
-Address nameOf(Call call, int fd) {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof(storage);
-  if (call(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) {
-    throw Error(Fault::kSystem, "", "cannot name a socket: " + errnoText(errno));
-  }
-  return Address::fromSockaddr(reinterpret_cast<const sockaddr*>(&storage));
-}
-
 }  // namespace
 
 Fd::~Fd() {
@@ -99,9 +89,14 @@ void setStreamOptions(int fd, std::chrono::milliseconds peerTimeout) {
   setOption(fd, IPPROTO_TCP, TCP_KEEPCNT, kKeepaliveProbes, "TCP_KEEPCNT");
 }
 
-Address localAddress(int fd) { return nameOf(getsockname, fd); }
-
-Address peerAddress(int fd) { return nameOf(getpeername, fd); }
+Address localAddress(int fd) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof(storage);
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) {
+    throw Error(Fault::kSystem, "", "cannot name a socket: " + errnoText(errno));
+  }
+  return Address::fromSockaddr(reinterpret_cast<const sockaddr*>(&storage));
+}
 
 void waitReadable(int fd, std::chrono::milliseconds timeout) {
   pollfd watched{.fd = fd, .events = POLLIN, .revents = 0};

@@ -64,7 +64,6 @@ Fd makeTcpSocket(int family);
 void setStreamOptions(int fd, std::chrono::milliseconds peerTimeout);
 
 Address localAddress(int fd);
-Address peerAddress(int fd);
 
 // Sleeps until `fd` is readable, up to `timeout`. Takes no event away from an epoll descriptor.
 void waitReadable(int fd, std::chrono::milliseconds timeout);

@@ -20,6 +20,7 @@ CORE = tuple(
     for name in ("address", "connector", "env", "frame", "hello", "interfaces", "link", "listener", "sha256")
     + ("socket", "stream")
 )
+PLUGIN = tuple(sorted((ROOT / "cpp_ext" / "nccl_plugin").glob("*.cc")))
 
 
 def compiler() -> list[str]:
@@ -47,7 +48,7 @@ def _make(target: Path, command: Sequence[str]) -> Path:
 def plugin(flags: Sequence[str] = ()) -> Path:
     """Path of the NCCL plugin, built by the script that ships it."""
     script = ROOT / "scripts" / "build_nccl_plugin.sh"
-    sources = [*CORE, *sorted((ROOT / "cpp_ext" / "nccl_plugin").glob("*.cc")), script]
+    sources = [*CORE, *PLUGIN, script]
     sources.append(ROOT / "cpp_ext" / "nccl_plugin" / "exports.map")
     target = FOLDER / f"libnccl-net-baguanet-{_digest(flags, sources)}.so"
     if not target.exists():
@@ -58,8 +59,13 @@ def plugin(flags: Sequence[str] = ()) -> Path:
     return target
 
 
-def program(source: Path, flags: Sequence[str] = ("-O2",), link_flags: Sequence[str] = ()) -> Path:
-    """Path of the program made of `source` and the core. `link_flags` go to the last step only."""
+def program(
+    source: Path,
+    flags: Sequence[str] = ("-O2",),
+    link_flags: Sequence[str] = (),
+    others: Sequence[Path] = (),
+) -> Path:
+    """Path of the program made of `source`, the core and `others`. `link_flags` go to the last step only."""
     words = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext", *flags]
 
     def compile_one(file: Path) -> Path:
@@ -67,7 +73,7 @@ def program(source: Path, flags: Sequence[str] = ("-O2",), link_flags: Sequence[
         return _make(target, [*compiler(), *words, "-c", str(file)])
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compile_one, [source, *CORE]))
+        objects = list(pool.map(compile_one, [source, *CORE, *others]))
     names = [*words, *link_flags, *map(str, objects)]
     target = FOLDER / f"{source.stem}-{hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
     return _make(target, [*compiler(), *words, *link_flags, *map(str, objects)])

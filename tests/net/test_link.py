@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -16,8 +17,11 @@ SCENARIOS = [
 ]
 
 
-def run(program: Path, scenario: str) -> None:
-    done = subprocess.run([str(program), scenario], capture_output=True, text=True, timeout=170)
+def run(program: Path, *words: str) -> None:
+    environment = {**os.environ, "NCCL_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [str(program), *words], capture_output=True, text=True, timeout=170, env=environment
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -39,3 +43,8 @@ def test_the_scenario_holds_under_the_thread_sanitizer(scenario: str) -> None:
 
 def test_a_message_of_more_than_two_gibibytes_arrives() -> None:
     run(native.program(SOURCE), "huge")
+
+
+def test_the_plugin_may_be_used_from_many_threads_at_once() -> None:
+    source = SOURCE.with_name("plugin_threads.cpp")
+    run(native.program(source, native.THREAD_SANITIZER, others=native.PLUGIN))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 
 import numpy as np
 import pytest
@@ -195,4 +197,24 @@ def test_a_dead_peer_is_found_behind_a_message_that_nobody_receives(plug: Plug) 
         sock.close()
     with pytest.raises(NetFailure, match="closed the connection"):
         finish((net, request))
+    net.close_recv(comm)
+
+
+def reset(sock: socket.socket) -> None:
+    """Ends the connection with RST instead of FIN."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_one_stream_that_is_reset_breaks_the_connection_at_once(plug: Plug, broken: int) -> None:
+    net = plug()
+    comm, socks = dialled(net, streams=3)
+    request = post(net.irecv(comm, np.zeros(8, np.uint8)))
+    assert net.test(request) is None
+    reset(socks[broken])
+    with pytest.raises(NetFailure, match=f"stream {broken} of 3 broke while receiving: Connection reset"):
+        finish((net, request))
+    for sock in socks:
+        sock.close()
     net.close_recv(comm)
