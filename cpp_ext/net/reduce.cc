@@ -54,7 +54,9 @@ struct Portable {
   static void storeBFloat16(const float* in, uint16_t* out, size_t count) {
     loops::toBFloat16(in, out, count);
   }
-  static void loadFloat16(const uint16_t* in, float* out, size_t count) { loops::fromFloat16(in, out, count); }
+  static void loadFloat16(const uint16_t* in, float* out, size_t count) {
+    loops::fromFloat16(in, out, count);
+  }
   static void storeFloat16(const float* in, uint16_t* out, size_t count) { loops::toFloat16(in, out, count); }
 };
 
@@ -150,7 +152,8 @@ void reduceTiles(const Arithmetic<T>& path, bool average, Sources sources, Outs 
     const size_t n = std::min(kTile, count - i);
     T* sum = direct ? static_cast<T*>(outs[0]) + i : tile.data();
     if (numSources == 4) {
-      path.four(at<T>(sources[0], i), at<T>(sources[1], i), at<T>(sources[2], i), at<T>(sources[3], i), sum, n);
+      path.four(at<T>(sources[0], i), at<T>(sources[1], i), at<T>(sources[2], i), at<T>(sources[3], i), sum,
+                n);
     } else {
       path.two(at<T>(sources[0], i), at<T>(sources[1], i), sum, n);
       for (size_t k = 2; k < numSources; ++k) {
@@ -248,9 +251,7 @@ ReduceOp ofBool(ReduceOp op) {
   reject(op, Dtype::kBool);
 }
 
-bool isBitwise(ReduceOp op) {
-  return op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
-}
+bool isBitwise(ReduceOp op) { return op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor; }
 
 template <class Path, class T>
 void reduceTyped(ReduceOp op, Dtype dtype, Sources sources, Outs outs, size_t count) {
@@ -313,8 +314,8 @@ size_t elementBytes(Dtype dtype) {
 }
 
 const char* name(Dtype dtype) {
-  constexpr std::array kNames = {"fp64", "fp32", "fp16", "bf16", "int8", "int16", "int32", "int64", "uint8",
-                                 "bool"};
+  constexpr std::array kNames = {"fp64",  "fp32",  "fp16",  "bf16",  "int8",
+                                 "int16", "int32", "int64", "uint8", "bool"};
   const auto index = static_cast<size_t>(dtype);
   return index < kNames.size() ? kNames[index] : "an unknown dtype";
 }
@@ -328,7 +329,8 @@ const char* name(ReduceOp op) {
 void checkReduction(ReduceOp op, Dtype dtype) {
   elementBytes(dtype);
   if (static_cast<size_t>(op) > static_cast<size_t>(ReduceOp::kBxor)) {
-    throw Error(Fault::kUsage, "", "reduction " + std::to_string(static_cast<int>(op)) + ": want one of ReduceOp");
+    throw Error(Fault::kUsage, "",
+                "reduction " + std::to_string(static_cast<int>(op)) + ": want one of ReduceOp");
   }
   const bool isFloat = static_cast<size_t>(dtype) <= static_cast<size_t>(Dtype::kBFloat16);
   if ((op == ReduceOp::kAvg && !isFloat) || (isBitwise(op) && isFloat)) {
@@ -345,7 +347,7 @@ ReducePath bestReducePath() {
       return ReducePath::kAvx512;
     }
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? ReducePath::kAvx2
-                                                                             : ReducePath::kPortable;
+                                                                            : ReducePath::kPortable;
   }();
   return best;
 #else

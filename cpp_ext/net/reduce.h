@@ -1,9 +1,9 @@
 // Elementwise reductions of k sources at once, the same bits on every path.
 //
 // Each element is combined in the order of the sources, so whoever reduces the same sources in the same order
-// gets the same bits, with AVX-512, AVX2 or neither. 16-bit floats are accumulated in fp32 and rounded once, to
-// nearest even. MIN and MAX hand on a NaN. Integer sums and products wrap around. A bool is a byte of 0 or 1:
-// SUM and MAX are "or", PRODUCT and MIN are "and".
+// gets the same bits, with AVX-512, AVX2 or neither. 16-bit floats are accumulated in fp32 and rounded once,
+// to nearest even. MIN and MAX hand on a NaN. Integer sums and products wrap around. A bool is a byte of 0 or
+// 1: SUM and MAX are "or", PRODUCT and MIN are "and".
 #pragma once
 
 #include <cstddef>
@@ -41,8 +41,8 @@ void checkReduction(ReduceOp op, Dtype dtype);
 ReducePath bestReducePath();
 
 // Writes the reduction of `sources`, `count` elements each, to every one of `outs`. An out may be one of the
-// sources; other overlap is not allowed. No alignment is needed beyond the element's. AVG divides by the number
-// of sources. Throws as checkReduction() does. Threads: any.
+// sources; other overlap is not allowed. No alignment is needed beyond the element's. AVG divides by the
+// number of sources. Throws as checkReduction() does. Threads: any.
 void reduce(ReduceOp op, Dtype dtype, std::span<const void* const> sources, std::span<void* const> outs,
             size_t count, ReducePath path = bestReducePath());
 

@@ -14,8 +14,8 @@ namespace baguarun::net::loops {
 
 // Signed overflow is undefined, wrapping is what is wanted.
 template <class T>
-using Wrapping = typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>,
-                                             std::type_identity<T>>::type;
+using Wrapping =
+    typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
 
 struct Sum {
   template <class T>

@@ -37,7 +37,8 @@ ShmGroup& groupOf(void* group) { return *static_cast<ShmGroup*>(group); }
 
 std::vector<std::string> exchangeBlobs(baguaShmExchange exchange, int size, const std::string& mine) {
   if (mine.size() + 1 > kBlobBytes) {
-    throw Error(Fault::kUsage, "", "a blob of " + std::to_string(mine.size()) + " bytes: want less than 2048");
+    throw Error(Fault::kUsage, "",
+                "a blob of " + std::to_string(mine.size()) + " bytes: want less than 2048");
   }
   std::vector<char> own(kBlobBytes, '\0');
   std::memcpy(own.data(), mine.data(), mine.size());
@@ -62,14 +63,15 @@ const char* baguaShmError() { return lastError.c_str(); }
 void* baguaShmCreate(int rank, int size, const char* nonce, double timeout_s, size_t arenaBytes,
                      baguaShmExchange exchange) {
   ShmGroup* group = nullptr;
-  const ShmGroup::Options options{.rank = rank,
-                                  .size = size,
-                                  .nonce = nonce,
-                                  .timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)),
-                                  .arenaBytes = arenaBytes};
+  const ShmGroup::Options options{
+      .rank = rank,
+      .size = size,
+      .nonce = nonce,
+      .timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)),
+      .arenaBytes = arenaBytes};
   guarded([&] {
-    group = new ShmGroup(options,
-                         [&](const std::string& mine) { return exchangeBlobs(exchange, size, mine); });
+    group =
+        new ShmGroup(options, [&](const std::string& mine) { return exchangeBlobs(exchange, size, mine); });
   });
   return group;
 }
@@ -77,9 +79,8 @@ void* baguaShmCreate(int rank, int size, const char* nonce, double timeout_s, si
 void baguaShmDestroy(void* group) { delete static_cast<ShmGroup*>(group); }
 
 int baguaShmAllReduce(void* group, void* data, size_t count, int dtype, int op) {
-  return guarded([&] {
-    groupOf(group).allReduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));
-  });
+  return guarded(
+      [&] { groupOf(group).allReduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)); });
 }
 
 int baguaShmReduce(void* group, void* data, size_t count, int dtype, int op, int root) {

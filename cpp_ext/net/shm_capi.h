@@ -23,7 +23,8 @@ int baguaShmAllGather(void* group, const void* in, void* out, size_t bytes);
 int baguaShmBroadcast(void* group, void* data, size_t bytes, int root);
 int baguaShmGather(void* group, const void* in, void* out, size_t bytes, int root);
 int baguaShmScatter(void* group, const void* in, void* out, size_t bytes, int root);
-int baguaShmAllToAllV(void* group, const void* in, const size_t* sendBytes, void* out, const size_t* recvBytes);
+int baguaShmAllToAllV(void* group, const void* in, const size_t* sendBytes, void* out,
+                      const size_t* recvBytes);
 int baguaShmBarrier(void* group);
 int baguaShmSend(void* group, const void* data, size_t bytes, int to, uint32_t tag);
 int baguaShmRecv(void* group, void* data, size_t bytes, int from, uint32_t tag);

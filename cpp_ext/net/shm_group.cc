@@ -2,20 +2,25 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 #include "net/error.h"
 #include "net/shm_layout.h"
+#include "net/shm_steps.h"
 
-// Why five slots are enough. exchange(): a rank writes step k after it saw everybody's step k - 2 ready; whoever
-// posts k - 2 has read k - 4. reducePipelined(): a rank writes k after it saw everybody's k - 2 ready; whoever
-// posts k - 2 has gathered k - 5. At the border of two operations a rank has seen the last step of the old one
-// ready, or done, and so everybody's reading of all but its last two or three steps.
+// Why five slots are enough. exchange(): a rank writes step k after it saw everybody's step k - 2 ready;
+// whoever posts k - 2 has read k - 4. reducePipelined(): a rank writes k after it saw everybody's k - 2
+// ready; whoever posts k - 2 has gathered k - 5. At the border of two operations a rank has seen the last
+// step of the old one ready, or done, and so everybody's reading of all but its last two or three steps.
 
 namespace baguarun::net {
+
+using shm::bytesOf;
+using shm::copyBytes;
+using shm::Piece;
+using shm::stepsFor;
+using shm::totalBytes;
 
 namespace {
 
@@ -26,22 +31,6 @@ constexpr size_t kSmallChunkBytes = 256 << 10;
 constexpr size_t kLargeBytes = 4 << 20;
 // Between two looks for abort().
 constexpr size_t kPieceBytes = 4 << 20;
-
-void copyBytes(void* to, const void* from, size_t bytes) {
-  if (bytes > 0 && to != from) {
-    std::memcpy(to, from, bytes);
-  }
-}
-
-size_t stepsFor(size_t bytes, size_t chunk) { return std::max<size_t>(1, (bytes + chunk - 1) / chunk); }
-
-// What step `k` moves of `bytes` in chunks.
-struct Piece {
-  size_t offset;
-  size_t bytes;
-  Piece(size_t k, size_t chunk, size_t total)
-      : offset(std::min(k * chunk, total)), bytes(std::min(chunk, total - offset)) {}
-};
 
 // The share of a chunk that one rank reduces; shares meet at cache lines.
 struct Share {
@@ -54,18 +43,6 @@ struct Share {
     end = std::min(begin + width, bytes);
   }
 };
-
-const std::byte* bytesOf(const void* data) { return static_cast<const std::byte*>(data); }
-std::byte* bytesOf(void* data) { return static_cast<std::byte*>(data); }
-
-// Checked here so that the hot operations may multiply.
-size_t totalBytes(size_t count, Dtype dtype) {
-  const size_t each = elementBytes(dtype);
-  if (count > (size_t{1} << 62) / each) {
-    throw Error(Fault::kUsage, "", "count " + std::to_string(count) + ": more than memory can hold");
-  }
-  return count * each;
-}
 
 // A layout is computed here where only its sizes are wanted; nothing is read or written.
 std::byte* const kNowhere = reinterpret_cast<std::byte*>(uintptr_t{4096});
@@ -117,8 +94,8 @@ size_t ShmGroup::segmentBytes(int size, size_t arenaBytes) {
     throw Error(Fault::kUsage, "", "size=" + std::to_string(size) + ": want 1 to 64 ranks on one host");
   }
   if (arenaBytes % 4096 != 0 || arenaBytes > (size_t{1} << 40)) {
-    throw Error(Fault::kUsage, "", "arenaBytes=" + std::to_string(arenaBytes) +
-                                       ": want a multiple of 4096, at most 2^40");
+    throw Error(Fault::kUsage, "",
+                "arenaBytes=" + std::to_string(arenaBytes) + ": want a multiple of 4096, at most 2^40");
   }
   const Layout layout(kNowhere, size, arenaBytes);
   return static_cast<size_t>(layout.end - kNowhere);
@@ -126,8 +103,9 @@ size_t ShmGroup::segmentBytes(int size, size_t arenaBytes) {
 
 ShmSegment::Options ShmGroup::segmentOptions(const Options& options) {
   if (options.rank < 0 || options.rank >= options.size) {
-    throw Error(Fault::kUsage, "",
-                "rank=" + std::to_string(options.rank) + ": want 0 <= rank < " + std::to_string(options.size));
+    throw Error(
+        Fault::kUsage, "",
+        "rank=" + std::to_string(options.rank) + ": want 0 <= rank < " + std::to_string(options.size));
   }
   const size_t total = segmentBytes(options.size, options.arenaBytes);
   // All but the rings of pairs, which most groups never touch, and the arenas.
@@ -190,15 +168,17 @@ void ShmGroup::verify(uint64_t step) {
     const Header it = header(step, rank);
     if (!it.matches(first)) {
       waiter_->record(ShmFailure::kMismatch, rank);
-      throw Error(Fault::kUsage, segment_->peerName(rank), it.text() + ", where rank 0 calls " + first.text());
+      throw Error(Fault::kUsage, segment_->peerName(rank),
+                  it.text() + ", where rank 0 calls " + first.text());
     }
   }
 }
 
 void ShmGroup::checkRank(int rank, const char* what) const {
   if (rank < 0 || rank >= size_) {
-    throw Error(Fault::kUsage, "", std::string(what) + "=" + std::to_string(rank) + ": want 0 <= " + what +
-                                       " < " + std::to_string(size_));
+    throw Error(Fault::kUsage, "",
+                std::string(what) + "=" + std::to_string(rank) + ": want 0 <= " + what + " < " +
+                    std::to_string(size_));
   }
 }
 
@@ -217,30 +197,9 @@ ShmGroup::Header ShmGroup::makeHeader(ShmCall call, uint64_t count, int root) co
           .op = ReduceOp::kSum};
 }
 
-template <class CopyIn, class CopyOut>
-void ShmGroup::exchange(const Header& call, size_t steps, CopyIn copyIn, CopyOut copyOut) {
-  const uint64_t first = beginOperation();
-  header(first, rank_) = call;
-  for (size_t k = 0; k <= steps; ++k) {
-    if (k < steps) {
-      copyIn(k, bytesOf(slot(first + k, rank_)));
-      postReady(first + k);
-    }
-    if (k > 0) {
-      const uint64_t step = first + k - 1;
-      waitReady(step);
-      if (k == 1) {
-        verify(step);
-      }
-      copyOut(k - 1, step);
-    }
-  }
-  step_ += steps;
-  ++sequence_;
-}
-
 void ShmGroup::barrier() {
-  exchange(makeHeader(ShmCall::kBarrier, 0), 1, [](size_t, std::byte*) {}, [](size_t, uint64_t) {});
+  exchange(
+      makeHeader(ShmCall::kBarrier, 0), 1, [](size_t, std::byte*) {}, [](size_t, uint64_t) {});
 }
 
 void ShmGroup::allReduce(void* data, size_t count, Dtype dtype, ReduceOp op) {
@@ -337,7 +296,7 @@ void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
         waitDone(step, peer);
         if (wanted) {
           copyBytes(data + piece.offset + theirs.begin, bytesOf(slot(step, peer)) + theirs.begin,
-               theirs.end - theirs.begin);
+                    theirs.end - theirs.begin);
         }
       }
     }
@@ -377,217 +336,13 @@ void ShmGroup::reduceInSegment(const Header& call, std::byte* data) {
   ++sequence_;
 }
 
-void ShmGroup::reduceScatter(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op) {
-  checkReduction(op, dtype);
-  const size_t bytes = totalBytes(count, dtype);
-  const auto ranks = static_cast<size_t>(size_);
-  const size_t portion = Layout::kSlotBytes / ranks & ~size_t{63};
-  Header call = makeHeader(ShmCall::kReduceScatter, count);
-  call.dtype = dtype;
-  call.op = op;
-  exchange(
-      call, stepsFor(bytes, portion),
-      [&](size_t k, std::byte* own) {
-        const Piece piece(k, portion, bytes);
-        for (size_t q = 0; q < ranks; ++q) {
-          if (static_cast<int>(q) != rank_) {
-            copyBytes(own + q * portion, bytesOf(in) + q * bytes + piece.offset, piece.bytes);
-          }
-        }
-      },
-      [&](size_t k, uint64_t step) {
-        const Piece piece(k, portion, bytes);
-        const size_t mine = static_cast<size_t>(rank_);
-        std::array<const void*, kMaxRanks> sources;
-        for (int rank = 0; rank < size_; ++rank) {
-          sources[static_cast<size_t>(rank)] = rank == rank_ ? bytesOf(in) + mine * bytes + piece.offset
-                                                             : bytesOf(slot(step, rank)) + mine * portion;
-        }
-        if (piece.bytes > 0) {
-          void* to = bytesOf(out) + piece.offset;
-          net::reduce(op, dtype, {sources.data(), ranks}, {&to, 1}, piece.bytes / elementBytes(dtype));
-        }
-      });
-}
-
-void ShmGroup::allGather(const void* in, void* out, size_t bytes) {
-  exchange(
-      makeHeader(ShmCall::kAllGather, bytes), stepsFor(bytes, Layout::kSlotBytes),
-      [&](size_t k, std::byte* own) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
-        copyBytes(own, bytesOf(in) + piece.offset, piece.bytes);
-      },
-      [&](size_t k, uint64_t step) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
-        for (int i = 0; i < size_; ++i) {
-          const int rank = (rank_ + i) % size_;
-          copyBytes(bytesOf(out) + static_cast<size_t>(rank) * bytes + piece.offset,
-               rank == rank_ ? bytesOf(in) + piece.offset : bytesOf(slot(step, rank)), piece.bytes);
-        }
-      });
-}
-
-void ShmGroup::broadcast(void* data, size_t bytes, int root) {
-  checkRank(root, "root");
-  exchange(
-      makeHeader(ShmCall::kBroadcast, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
-      [&](size_t k, std::byte* own) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
-        if (rank_ == root) {
-          copyBytes(own, bytesOf(data) + piece.offset, piece.bytes);
-        }
-      },
-      [&](size_t k, uint64_t step) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
-        if (rank_ != root) {
-          copyBytes(bytesOf(data) + piece.offset, slot(step, root), piece.bytes);
-        }
-      });
-}
-
-void ShmGroup::gather(const void* in, void* out, size_t bytes, int root) {
-  checkRank(root, "root");
-  exchange(
-      makeHeader(ShmCall::kGather, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
-      [&](size_t k, std::byte* own) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
-        if (rank_ != root) {
-          copyBytes(own, bytesOf(in) + piece.offset, piece.bytes);
-        }
-      },
-      [&](size_t k, uint64_t step) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
-        for (int rank = 0; rank_ == root && rank < size_; ++rank) {
-          copyBytes(bytesOf(out) + static_cast<size_t>(rank) * bytes + piece.offset,
-               rank == rank_ ? bytesOf(in) + piece.offset : bytesOf(slot(step, rank)), piece.bytes);
-        }
-      });
-}
-
-void ShmGroup::scatter(const void* in, void* out, size_t bytes, int root) {
-  checkRank(root, "root");
-  const auto ranks = static_cast<size_t>(size_);
-  const size_t portion = Layout::kSlotBytes / ranks & ~size_t{63};
-  exchange(
-      makeHeader(ShmCall::kScatter, bytes, root), stepsFor(bytes, portion),
-      [&](size_t k, std::byte* own) {
-        const Piece piece(k, portion, bytes);
-        for (size_t q = 0; rank_ == root && q < ranks; ++q) {
-          copyBytes(own + q * portion, bytesOf(in) + q * bytes + piece.offset, piece.bytes);
-        }
-      },
-      [&](size_t k, uint64_t step) {
-        const Piece piece(k, portion, bytes);
-        copyBytes(bytesOf(out) + piece.offset, bytesOf(slot(step, root)) + static_cast<size_t>(rank_) * portion,
-             piece.bytes);
-      });
-}
-
-void ShmGroup::allToAll(const void* in, void* out, size_t bytes) {
-  const std::vector<size_t> sizes(static_cast<size_t>(size_), bytes);
-  allToAllV(in, sizes, out, sizes);
-}
-
-void ShmGroup::allToAllV(const void* in, std::span<const size_t> sendBytes, void* out,
-                         std::span<const size_t> recvBytes) {
-  const auto ranks = static_cast<size_t>(size_);
-  if (sendBytes.size() != ranks || recvBytes.size() != ranks) {
-    throw Error(Fault::kUsage, "", "all-to-all of " + std::to_string(sendBytes.size()) + " and " +
-                                       std::to_string(recvBytes.size()) + " sizes: want one per rank, " +
-                                       std::to_string(ranks));
-  }
-  // Everybody learns what everybody wants to send and expects, and finds the same mistake.
-  std::vector<uint64_t> plan(2 * ranks);
-  std::copy(sendBytes.begin(), sendBytes.end(), plan.begin());
-  std::copy(recvBytes.begin(), recvBytes.end(), plan.begin() + static_cast<std::ptrdiff_t>(ranks));
-  std::vector<uint64_t> plans(2 * ranks * ranks);
-  allGather(plan.data(), plans.data(), plan.size() * sizeof(uint64_t));
-  uint64_t most = 0;
-  for (size_t from = 0; from < ranks; ++from) {
-    for (size_t to = 0; to < ranks; ++to) {
-      const uint64_t sent = plans[2 * ranks * from + to];
-      const uint64_t expected = plans[2 * ranks * to + ranks + from];
-      most = std::max(most, sent);
-      if (sent != expected) {
-        waiter_->record(ShmFailure::kMismatch, static_cast<int>(from));
-        throw Error(Fault::kUsage, segment_->peerName(static_cast<int>(from)),
-                    "all-to-all: sends " + std::to_string(sent) + " bytes to rank " + std::to_string(to) +
-                        ", which expects " + std::to_string(expected));
-      }
-    }
-  }
-  std::vector<size_t> sendAt(ranks);
-  std::vector<size_t> recvAt(ranks);
-  std::exclusive_scan(sendBytes.begin(), sendBytes.end(), sendAt.begin(), size_t{0});
-  std::exclusive_scan(recvBytes.begin(), recvBytes.end(), recvAt.begin(), size_t{0});
-  const size_t portion = Layout::kSlotBytes / ranks & ~size_t{63};
-  const auto mine = static_cast<size_t>(rank_);
-  exchange(
-      makeHeader(ShmCall::kAllToAll, most), stepsFor(most, portion),
-      [&](size_t k, std::byte* own) {
-        for (size_t q = 0; q < ranks; ++q) {
-          const Piece piece(k, portion, sendBytes[q]);
-          copyBytes(own + q * portion, bytesOf(in) + sendAt[q] + piece.offset, q == mine ? 0 : piece.bytes);
-        }
-      },
-      [&](size_t k, uint64_t step) {
-        for (size_t i = 0; i < ranks; ++i) {
-          const size_t q = (mine + i) % ranks;
-          const Piece piece(k, portion, recvBytes[q]);
-          copyBytes(bytesOf(out) + recvAt[q] + piece.offset,
-               q == mine ? bytesOf(in) + sendAt[q] + piece.offset
-                         : bytesOf(slot(step, static_cast<int>(q))) + mine * portion,
-               piece.bytes);
-        }
-      });
-}
-
-void ShmGroup::send(const void* data, size_t bytes, int to, uint32_t tag) {
-  checkRank(to, "to");
-  waiter_->checkFailure();
-  const auto start = Clock::now();
-  const Layout::Pair pair = layout_->pair(rank_, to);
-  uint64_t number = pair.sent->value.load();
-  for (size_t k = 0; k < stepsFor(bytes, Cell::kBytes); ++k, ++number) {
-    if (number >= Cell::kCount) {
-      waiter_->wait(*pair.read, number - Cell::kCount + 1, to, start);
-    }
-    const Piece piece(k, Cell::kBytes, bytes);
-    Cell& cell = pair.cells[number % Cell::kCount];
-    cell.messageBytes = bytes;
-    cell.tag = tag;
-    copyBytes(cell.data, bytesOf(data) + piece.offset, piece.bytes);
-    waiter_->post(*pair.sent, number + 1);
-  }
-}
-
-void ShmGroup::recv(void* data, size_t bytes, int from, uint32_t tag) {
-  checkRank(from, "from");
-  waiter_->checkFailure();
-  const auto start = Clock::now();
-  const Layout::Pair pair = layout_->pair(from, rank_);
-  uint64_t number = pair.read->value.load();
-  for (size_t k = 0; k < stepsFor(bytes, Cell::kBytes); ++k, ++number) {
-    waiter_->wait(*pair.sent, number + 1, from, start);
-    const Cell& cell = pair.cells[number % Cell::kCount];
-    if (cell.messageBytes != bytes || cell.tag != tag) {
-      waiter_->record(ShmFailure::kMismatch, from);
-      throw Error(Fault::kUsage, segment_->peerName(from),
-                  "sent " + std::to_string(cell.messageBytes) + " bytes with tag " + std::to_string(cell.tag) +
-                      ": want " + std::to_string(bytes) + " with tag " + std::to_string(tag));
-    }
-    const Piece piece(k, Cell::kBytes, bytes);
-    copyBytes(bytesOf(data) + piece.offset, cell.data, piece.bytes);
-    waiter_->post(*pair.read, number + 1);
-  }
-}
-
 void* ShmGroup::allocate(size_t bytes) {
   const size_t rounded = (std::max<size_t>(bytes, 1) + 63) & ~size_t{63};
   if (bytes > arenaBytes_ || rounded > arenaBytes_ - arenaUsed_) {
-    throw Error(Fault::kSystem, "", "shared memory: " + std::to_string(bytes) + " bytes wanted, " +
-                                        std::to_string(arenaBytes_ - arenaUsed_) + " of arenaBytes=" +
-                                        std::to_string(arenaBytes_) + " left: give the group a larger arena");
+    throw Error(Fault::kSystem, "",
+                "shared memory: " + std::to_string(bytes) + " bytes wanted, " +
+                    std::to_string(arenaBytes_ - arenaUsed_) +
+                    " of arenaBytes=" + std::to_string(arenaBytes_) + " left: give the group a larger arena");
   }
   checkMemoryLeft(rounded, "an allocation in the segment");
   std::byte* data = layout_->arenas + static_cast<size_t>(rank_) * arenaBytes_ + arenaUsed_;

@@ -1,12 +1,12 @@
 // Collectives among the processes of one host, over memory that they share.
 //
-// An operation is a row of steps. In each, a rank copies a chunk into its slot of a ring, says so, and reads the
-// others' slots. No rank is more than two steps ahead of another, so a ring of five slots needs no other
+// An operation is a row of steps. In each, a rank copies a chunk into its slot of a ring, says so, and reads
+// the others' slots. No rank is more than two steps ahead of another, so a ring of five slots needs no other
 // bookkeeping: when a rank writes step k, everybody has read step k - 5 (see shm_group.cc).
 // All-reduce up to 64 KiB: every rank copies in and reduces everything, one synchronisation. Above: chunks of
 // 256 or 512 KiB, of which each rank reduces its share, pipelined; per rank and byte of data one copy in, one
-// share of the reduction, one copy out. Data inside the segment (allocate()) is reduced in place, without copies.
-// Results are the same bits on all ranks.
+// share of the reduction, one copy out. Data inside the segment (allocate()) is reduced in place, without
+// copies. Results are the same bits on all ranks.
 #pragma once
 
 #include <chrono>
@@ -35,10 +35,10 @@ enum class ShmCall : uint8_t {
   kAllToAll,
 };
 
-// One rank's membership. A failure (an Error from any operation but those for arguments) is final for the group
-// on every rank: destroy it and make another.
-// Threads: collectives and allocate() from one thread at a time; send() and recv() from one thread at a time per
-// peer and direction, also beside collectives; abort() from any.
+// One rank's membership. A failure (an Error from any operation but those for arguments) is final for the
+// group on every rank: destroy it and make another. Threads: collectives and allocate() from one thread at a
+// time; send() and recv() from one thread at a time per peer and direction, also beside collectives; abort()
+// from any.
 class ShmGroup {
  public:
   static constexpr int kMaxRanks = 64;
@@ -73,7 +73,8 @@ class ShmGroup {
   // As allReduce(), but only root's `data` is replaced; the others' keeps its values.
   void reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root);
 
-  // `in`: size() blocks of `count` elements. `out`: the reduction of block rank(). It may be that block of `in`.
+  // `in`: size() blocks of `count` elements. `out`: the reduction of block rank(). It may be that block of
+  // `in`.
   void reduceScatter(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op);
 
   // `out`: the ranks' `in`, `bytes` each, in rank order. `in` may be its own place in `out`.
@@ -87,8 +88,8 @@ class ShmGroup {
   // `in` counts on root only.
   void scatter(const void* in, void* out, size_t bytes, int root);
 
-  // Block q of `in` goes to rank q, block q of `out` comes from rank q; blocks lie one behind the other. Sizes in
-  // bytes; what q sends to r must be what r expects of q. `in` and `out` must not overlap.
+  // Block q of `in` goes to rank q, block q of `out` comes from rank q; blocks lie one behind the other.
+  // Sizes in bytes; what q sends to r must be what r expects of q. `in` and `out` must not overlap.
   void allToAllV(const void* in, std::span<const size_t> sendBytes, void* out,
                  std::span<const size_t> recvBytes);
   void allToAll(const void* in, void* out, size_t bytes);
@@ -101,8 +102,8 @@ class ShmGroup {
   // Throws Error(kUsage) where the next message has another size or tag; that ends the group.
   void recv(void* data, size_t bytes, int from, uint32_t tag);
 
-  // Memory in the segment, 64-byte aligned, zeroed, owned by the group. Throws Error(kSystem) when the arena or
-  // the machine's memory is used up.
+  // Memory in the segment, 64-byte aligned, zeroed, owned by the group. Throws Error(kSystem) when the arena
+  // or the machine's memory is used up.
   void* allocate(size_t bytes);
 
   // Ends all operations of all ranks within 100 ms, those to come included. Threads: any.

@@ -37,7 +37,8 @@ std::string errorText(const std::string& what, int error = errno) {
   throw Error(Fault::kSystem, "", errorText("shared memory: " + what, error));
 }
 
-// When the process started, in ticks since boot: with the pid it names a process for good. Empty: no such one.
+// When the process started, in ticks since boot: with the pid it names a process for good. Empty: no such
+// one.
 std::string startTime(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
@@ -226,7 +227,8 @@ Fd fetchDescriptor(const std::string& socketName, const std::string& token, Cloc
   if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
     throwSystem("reaching rank 0's Unix socket (the processes of a host must share a network namespace)");
   }
-  if (send(connection.get(), token.data(), token.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(token.size())) {
+  if (send(connection.get(), token.data(), token.size(), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(token.size())) {
     throwSystem("asking rank 0 for the segment");
   }
   waitReadable(connection, deadline, "rank 0's handing over the segment");
@@ -267,8 +269,9 @@ Introduction introduce(const ShmSegment::Options& options) {
 
 void checkIntroductions(const std::vector<Introduction>& all, size_t size) {
   if (all.size() != size) {
-    throw Error(Fault::kUsage, "", "shared memory: the exchange gave " + std::to_string(all.size()) +
-                                       " blobs: want one of each of " + std::to_string(size) + " ranks");
+    throw Error(Fault::kUsage, "",
+                "shared memory: the exchange gave " + std::to_string(all.size()) +
+                    " blobs: want one of each of " + std::to_string(size) + " ranks");
   }
   for (size_t rank = 0; rank < size; ++rank) {
     const Introduction& it = all[rank];
@@ -279,11 +282,12 @@ void checkIntroductions(const std::vector<Introduction>& all, size_t size) {
     if (it.nonce != all[0].nonce || it.size != all[0].size || it.totalBytes != all[0].totalBytes) {
       throw Error(Fault::kUsage, who,
                   "shared memory: its group is '" + it.nonce + "' of " + it.size + " ranks and " +
-                      it.totalBytes + " bytes, rank 0's is '" + all[0].nonce + "' of " + all[0].size + " and " +
-                      all[0].totalBytes);
+                      it.totalBytes + " bytes, rank 0's is '" + all[0].nonce + "' of " + all[0].size +
+                      " and " + all[0].totalBytes);
     }
     if (it.place != all[0].place) {
-      throw Error(Fault::kSystem, who, "shared memory: is not on the host, or in the PID namespace, of rank 0");
+      throw Error(Fault::kSystem, who,
+                  "shared memory: is not on the host, or in the PID namespace, of rank 0");
     }
   }
 }
@@ -336,8 +340,9 @@ void checkMemoryLeft(size_t bytes, const std::string& what) {
     }
   }
   if (bytes > left) {
-    throw Error(Fault::kSystem, "", "shared memory: " + what + " needs " + std::to_string(bytes) +
-                                        " bytes, the machine has " + std::to_string(left) + " left");
+    throw Error(Fault::kSystem, "",
+                "shared memory: " + what + " needs " + std::to_string(bytes) + " bytes, the machine has " +
+                    std::to_string(left) + " left");
   }
 }
 

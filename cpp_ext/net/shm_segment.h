@@ -1,7 +1,7 @@
 // The memory that the processes of one host share, and how they find each other.
 //
-// A segment is an anonymous memory file (memfd). Rank 0 makes it and hands the descriptor to the others over an
-// abstract Unix socket; no name in /dev/shm or elsewhere ever exists, so nothing is left behind however a
+// A segment is an anonymous memory file (memfd). Rank 0 makes it and hands the descriptor to the others over
+// an abstract Unix socket; no name in /dev/shm or elsewhere ever exists, so nothing is left behind however a
 // process ends, and the small /dev/shm of a container is no limit.
 #pragma once
 
@@ -46,8 +46,8 @@ class ShmSegment {
   };
 
   // Joins or makes the segment with the other ranks. Throws Error on every rank where one of them fails:
-  // kSystem (no memory; not one host, or another PID namespace), kUsage (ranks that disagree about the group),
-  // kRemote (a process ended meanwhile).
+  // kSystem (no memory; not one host, or another PID namespace), kUsage (ranks that disagree about the
+  // group), kRemote (a process ended meanwhile).
   static std::shared_ptr<ShmSegment> connect(const Options& options, const BlobExchange& exchange);
 
   // A segment of `size` ranks that are threads of this process.
@@ -78,7 +78,8 @@ class ShmSegment {
   std::vector<ShmPeer> peers_;
 };
 
-// Throws Error(kSystem) where the machine has not `bytes` of memory left; `what` says for what they are wanted.
+// Throws Error(kSystem) where the machine has not `bytes` of memory left; `what` says for what they are
+// wanted.
 void checkMemoryLeft(size_t bytes, const std::string& what);
 
 }  // namespace baguarun::net

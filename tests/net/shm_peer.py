@@ -20,7 +20,8 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 NET = ROOT / "cpp_ext" / "net"
 SOURCES = tuple(
-    NET / f"{name}.cc" for name in ("reduce", "shm_segment", "shm_sync", "shm_group", "socket", "address")
+    NET / f"{name}.cc"
+    for name in ("reduce", "shm_segment", "shm_sync", "shm_group", "shm_move", "socket", "address")
 )
 FAULTS = ("system", "remote", "usage", "aborted", "timeout")
 OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")

@@ -1,0 +1,20 @@
+"""Ranks as threads under the sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.net.shm_peer import ROOT, SOURCES, build
+
+ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD = ("-O1", "-g1", "-fsanitize=thread")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address", "thread"])
+def test_the_sanitizers_find_nothing(flags: tuple[str, ...]) -> None:
+    program = build("shm_threads", flags, [ROOT / "tests" / "net" / "shm_threads.cc", *SOURCES])
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-4000:]
