@@ -44,6 +44,7 @@ class DistributedDataParallel(nn.Module):
         *,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: str | Algorithm | None = None,
+        share_memory: bool = True,
     ) -> None:
         super().__init__()
         if not gradient_as_bucket_view:
@@ -62,6 +63,7 @@ class DistributedDataParallel(nn.Module):
                 static_graph=static_graph,
                 broadcast_buffers=broadcast_buffers,
                 init_sync=init_sync,
+                share_memory=share_memory,
             ),
         )
         self._input_device = _input_device(self._session.device, device_ids, output_device, dim)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -87,6 +89,27 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.Proces
         use_local_synchronization=True,
         group_desc="baguarun engine",
     )
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the collectives of `group` on `device` may take."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def on_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks are processes of one machine that see each other and one network. Collective.
+
+    Ranks with a network of their own (containers, network namespaces) count as separate hosts.
+    """
+    mine = ":".join([_read_boot_id(), *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
+    everyone: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return len(set(everyone)) == 1
+
+
+def _read_boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _choose_device(local_rank: int) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.extension import load_extension
-from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.groups import engine_group, group_timeout, on_one_host, read_worker_env
 from baguarun.errors import CommunicationError, UsageError
 
 KIB, MIB = 2**10, 2**20
@@ -37,6 +37,8 @@ class SessionSettings:
     """Overwrite the buffers by rank 0's before forward."""
     init_sync: bool = True
     """Overwrite parameters, buffers and optimizer state by rank 0's at the start."""
+    share_memory: bool = True
+    """Let CPU ranks of one host reduce full-precision gradients in shared memory instead of sending them."""
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -161,6 +163,8 @@ class DataParallelSession:
                 first_bucket_bytes=first_bytes,
                 find_unused=self.settings.find_unused_parameters,
                 static_graph=self.settings.static_graph,
+                share_memory=self.device.type == "cpu" and self.settings.share_memory and on_one_host(self._group),
+                timeout=group_timeout(self._group, self.device),
             ),
         )
 

@@ -2,6 +2,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "codec/codec.h"
@@ -116,11 +117,12 @@ std::shared_ptr<Engine> makeEngine(
 void bindEngine(py::module_& module) {
   const auto withoutGil = py::call_guard<py::gil_scoped_release>();
   py::class_<EngineSettings>(module, "EngineSettings")
-      .def(py::init([](size_t bucketBytes, size_t firstBucketBytes, bool findUnused, bool staticGraph) {
-             return EngineSettings{{bucketBytes, firstBucketBytes}, findUnused, staticGraph};
+      .def(py::init([](size_t bucketBytes, size_t firstBucketBytes, bool findUnused, bool staticGraph,
+                       bool shareMemory, std::chrono::milliseconds timeout) {
+             return EngineSettings{{bucketBytes, firstBucketBytes}, findUnused, staticGraph, shareMemory, timeout};
            }),
            py::kw_only(), py::arg("bucket_bytes"), py::arg("first_bucket_bytes"), py::arg("find_unused"),
-           py::arg("static_graph"));
+           py::arg("static_graph"), py::arg("share_memory"), py::arg("timeout"));
   py::class_<EngineStats>(module, "EngineStats")
       .def_readonly("steps", &EngineStats::steps)
       .def_readonly("bytes_sent", &EngineStats::bytesSent)

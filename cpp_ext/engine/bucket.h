@@ -32,8 +32,11 @@ struct Bucket {
   size_t index = 0;
   // Names of the first and last parameter and the size, for messages.
   std::string label;
+  size_t bytes = 0;
   // One-dimensional; every gradient is a view of it. Parameters are packed without gaps.
   at::Tensor flat;
+  // `flat` lies in memory that the ranks share.
+  bool shared = false;
   OperationSpec operation;
   std::vector<size_t> parameters;
   // Gradients still missing in this round.

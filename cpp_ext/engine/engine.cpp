@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -12,6 +13,7 @@
 #include <numeric>
 
 #include "engine/errors.h"
+#include "engine/host_operation.h"
 
 namespace baguarun::engine {
 
@@ -111,7 +113,6 @@ void Engine::installHooks() {
 }
 
 void Engine::buildBuckets(const std::vector<size_t>& order) {
-  const at::NoGradGuard noGrad;
   std::vector<PlanItem> items;
   for (const Parameter& parameter : parameters_) {
     items.push_back({parameter.tensor.nbytes(), static_cast<uint32_t>(parameter.tensor.scalar_type())});
@@ -121,29 +122,56 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
   buckets_.clear();
   const auto plan = planBuckets(items, order, settings_.limits);
   for (const std::vector<size_t>& members : plan) {
+    const Parameter& first = parameters_[members.front()];
     Bucket& bucket = buckets_.emplace_back();
     bucket.index = buckets_.size() - 1;
     bucket.parameters = members;
-    bucket.operation = parameters_[members.front()].operation;
-    int64_t numElements = 0;
+    bucket.operation = first.operation;
+    bucket.shared = settings_.shareMemory && device_.is_cpu() && canShare(bucket.operation, first.tensor.scalar_type());
+    size_t bytes = 0;
     for (const size_t index : members) {
-      numElements += parameters_[index].tensor.numel();
+      bytes += parameters_[index].tensor.nbytes();
     }
-    bucket.flat =
-        at::zeros({numElements}, parameters_[members.front()].tensor.options().requires_grad(false));
-    bucket.label = std::to_string(bucket.index) + " of " + std::to_string(plan.size()) + " (" +
-                   parameters_[members.front()].name + " to " + parameters_[members.back()].name + ", " +
-                   sizeText(bucket.flat.nbytes()) + ")";
+    bucket.bytes = bytes;
+    bucket.label = std::to_string(bucket.index) + " of " + std::to_string(plan.size()) + " (" + first.name + " to " +
+                   parameters_[members.back()].name + ", " + sizeText(bytes) + ")";
+  }
+  placeBuckets();
+  schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_, area_, settings_.timeout)
+                               : makeStreamSchedule(group_, buckets_);
+  stats_.buckets = buckets_.size();
+}
+
+// Gives each bucket its memory and each parameter its place in it.
+void Engine::placeBuckets() {
+  const at::NoGradGuard noGrad;
+  std::vector<size_t> sharedBytes;
+  for (const Bucket& bucket : buckets_) {
+    sharedBytes.push_back(bucket.shared ? bucket.bytes : 0);
+  }
+  const bool anyShared = std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.shared; });
+  area_ = anyShared ? joinSharedArea(group_, sharedBytes) : nullptr;
+  for (Bucket& bucket : buckets_) {
+    bucket.shared = bucket.shared && area_ != nullptr;
+    const at::Tensor& first = parameters_[bucket.parameters.front()].tensor;
+    const auto options = first.options().requires_grad(false);
+    const auto numElements = static_cast<int64_t>(bucket.bytes / first.element_size());
+    if (bucket.shared) {
+      // Gradients that the user keeps keep the memory.
+      bucket.flat = at::from_blob(
+          area_->bucket(static_cast<size_t>(group_->getRank()), bucket.index), {numElements},
+          [segment = area_->ownSegment()](void* /*data*/) {}, options);
+    } else {
+      bucket.flat = at::zeros({numElements}, options);
+    }
     size_t offset = 0;
-    for (const size_t index : members) {
+    for (const size_t index : bucket.parameters) {
       Parameter& parameter = parameters_[index];
       parameter.bucket = bucket.index;
       parameter.view = gradientView(bucket.flat, parameter.tensor, offset);
       offset += static_cast<size_t>(parameter.tensor.numel());
     }
   }
-  schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_) : makeStreamSchedule(group_, buckets_);
-  stats_.buckets = buckets_.size();
 }
 
 void Engine::adoptObservedOrder() {

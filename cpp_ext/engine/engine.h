@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,10 @@ struct EngineSettings {
   // The graph is the same in every step: learn from the first round which parameters get gradients, and how
   // often.
   bool staticGraph = false;
+  // All ranks are processes of one host: let them reach each other's buckets.
+  bool shareMemory = false;
+  // Bound of a wait in shared memory.
+  std::chrono::milliseconds timeout{0};
 };
 
 struct NamedParameter {
@@ -98,6 +103,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
   void installHooks();
   void buildBuckets(const std::vector<size_t>& order);
+  void placeBuckets();
   void adoptObservedOrder();
   void throwIfMissing();
   void throwIfReplaced() const;
@@ -127,6 +133,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Guards what follows.
   std::mutex mutex_;
   std::vector<Bucket> buckets_;
+  // Where buckets lie that ranks of one host share; null if none does.
+  std::shared_ptr<SharedArea> area_;
   std::unique_ptr<Schedule> schedule_;
   // Forwards whose backward is still to be a round.
   uint32_t armed_ = 0;

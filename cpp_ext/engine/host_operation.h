@@ -1,12 +1,14 @@
 // What happens to one CPU bucket, cut into three stages so that stages of different buckets overlap.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 
 #include "engine/bucket.h"
 #include "engine/schedule.h"
+#include "engine/shared_area.h"
 
 namespace baguarun::engine {
 
@@ -17,6 +19,8 @@ class HostOperation {
 
   // Hands this rank's contribution to the network and returns.
   virtual void begin(uint32_t round) = 0;
+  // True if begin() costs so little that it runs where the bucket became full, on the thread of autograd.
+  virtual bool beginsAtOnce() const { return false; }
   // Waits for the others' contributions to this rank's chunk, reduces, sends the result.
   virtual void reduce() = 0;
   // Waits for all results; the bucket is final when it returns.
@@ -29,6 +33,18 @@ class HostOperation {
 };
 
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket);
+
+// True if ranks that share memory can reduce such a bucket where it lies.
+bool canShare(const OperationSpec& operation, at::ScalarType dtype);
+
+// Memory for buckets of `sizes` bytes that all ranks of `group` can reach, or null, on all ranks, if some rank cannot
+// have it. Collective.
+std::shared_ptr<SharedArea> joinSharedArea(const Group& group, const std::vector<size_t>& sizes);
+
+// For a bucket that lies in `area`.
+std::unique_ptr<HostOperation> makeSharedOperation(const Group& group, const Bucket& bucket,
+                                                   std::shared_ptr<SharedArea> area,
+                                                   std::chrono::milliseconds timeout);
 
 // MAX all-reduce of `flags` in place.
 std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags);

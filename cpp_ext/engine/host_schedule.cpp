@@ -73,14 +73,16 @@ class StageThread {
 // decoded.
 class HostSchedule final : public Schedule {
  public:
-  HostSchedule(const Group& group, const std::vector<Bucket>& buckets)
+  HostSchedule(const Group& group, const std::vector<Bucket>& buckets, const std::shared_ptr<SharedArea>& area,
+               std::chrono::milliseconds timeout)
       : group_(group),
         round_(0),
         complete_("bagua-complete", [this](size_t task) { runComplete(task); }),
         reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
         begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
     for (const Bucket& bucket : buckets) {
-      operations_.push_back(makeHostOperation(group, bucket));
+      operations_.push_back(bucket.shared ? makeSharedOperation(group, bucket, area, timeout)
+                                          : makeHostOperation(group, bucket));
       labels_.push_back("bucket " + bucket.label);
     }
     // The last place belongs to the flags.
@@ -98,7 +100,11 @@ class HostSchedule final : public Schedule {
       round_ = round;
       ++launched_;
     }
-    begin_.push(index);
+    if (operations_[index]->beginsAtOnce()) {
+      runBegin(index);
+    } else {
+      begin_.push(index);
+    }
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
@@ -196,8 +202,10 @@ class HostSchedule final : public Schedule {
 
 }  // namespace
 
-std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets) {
-  return std::make_unique<HostSchedule>(group, buckets);
+std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets,
+                                           const std::shared_ptr<SharedArea>& area,
+                                           std::chrono::milliseconds timeout) {
+  return std::make_unique<HostSchedule>(group, buckets, area, timeout);
 }
 
 }  // namespace baguarun::engine
