@@ -18,8 +18,8 @@ namespace {
 constexpr int kSpins = 500;
 // With more ranks than CPUs the one we wait for may want this one.
 constexpr int kYields = 5;
-// A sleeping rank looks for failures this often: within 100 ms of abort(), at 0.2 ms of CPU per second.
-constexpr timespec kSlice{.tv_sec = 0, .tv_nsec = 40'000'000};
+// A sleeping rank looks for failures this often: within 100 ms of abort(), at little CPU.
+constexpr timespec kSlice{.tv_sec = 0, .tv_nsec = 70'000'000};
 
 // The kernel compares 32 bits: the low half of the count.
 uint32_t* futexWord(std::atomic<uint64_t>& value) {

@@ -11,7 +11,7 @@ import pytest
 
 from tests.net.shm_peer import DTYPES, OPS, Failed, Group, pointer, ranks
 
-# Nothing, one, an odd few, around what goes in one step (64 KiB), around chunks (256 and 512 KiB), many chunks.
+# Nothing, one, an odd few, around what goes in one step (64 KiB), around a chunk (512 KiB), several chunks.
 SIZES = (0, 1, 7, 1023, 16384, 16385, 131072, 131073, 400_001)
 FLOATS = ("sum", "avg", "min", "max", "product")
 
@@ -145,12 +145,12 @@ def all_to_all(group: Group) -> list[bytes]:
     everybody = range(group.size)
     send = [bytes_from_to(group.rank, peer) for peer in everybody]
     receive = [bytes_from_to(peer, group.rank) for peer in everybody]
-    blocks = [np.full(count, 16 * group.rank + peer, np.uint8) for peer, count in zip(everybody, send)]
+    blocks = [np.full(count, 16 * group.rank + peer, np.uint8) for peer, count in enumerate(send)]
     data, out = np.concatenate(blocks), np.zeros(sum(receive), np.uint8)
     sizes = [np.array(counts, np.uint64) for counts in (send, receive)]
     group.call("AllToAllV", pointer(data), pointer(sizes[0]), pointer(out), pointer(sizes[1]))
     ends = np.cumsum(receive)
-    return [out[end - count : end].tobytes() for end, count in zip(ends, receive)]
+    return [out[end - count : end].tobytes() for end, count in zip(ends, receive, strict=True)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -170,7 +170,7 @@ def recreate(group: Group, folder: str, size: int, times: int) -> tuple[int, int
         again.all_reduce(np.ones(100, np.float32))
         again.close()
     after = facts()
-    return tuple(late - early for late, early in zip(after, before))  # type: ignore[return-value]
+    return tuple(late - early for late, early in zip(after, before, strict=True))  # type: ignore[return-value]
 
 
 def test_fifty_groups_leave_nothing_behind(tmp_path: Path) -> None:
