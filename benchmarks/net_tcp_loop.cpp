@@ -199,28 +199,33 @@ Nonce unhex(const std::string& text) {
   return nonce;
 }
 
+void preparePlain(const Fd& fd, const Env& env) {
+  setStreamOptions(fd.get(), env.peerTimeout);
+  setNotSentLowWater(fd.get(), env.chunkBytes);
+}
+
 // Plain connections for the rival, in any order: its parts carry no names.
-std::vector<Fd> acceptPlain(int listening, size_t count) {
+std::vector<Fd> acceptPlain(int listening, const Env& env) {
   std::vector<Fd> fds;
-  while (fds.size() < count) {
+  while (fds.size() < static_cast<size_t>(env.numStreams)) {
     waitReadable(listening, std::chrono::milliseconds(100));
     Fd fd(accept4(listening, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd) {
-      setStreamOptions(fd.get(), std::chrono::seconds(20));
+      preparePlain(fd, env);
       fds.push_back(std::move(fd));
     }
   }
   return fds;
 }
 
-std::vector<Fd> connectPlain(const Address& address, size_t count) {
+std::vector<Fd> connectPlain(const Address& address, const Env& env) {
   std::vector<Fd> fds;
-  for (size_t index = 0; index < count; ++index) {
+  for (int index = 0; index < env.numStreams; ++index) {
     Fd fd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (connect(fd.get(), address.raw(), address.rawSize()) != 0) {
       throw Error(Fault::kSystem, "", "connect: " + errnoText(errno));
     }
-    setStreamOptions(fd.get(), std::chrono::seconds(20));
+    preparePlain(fd, env);
     fds.push_back(std::move(fd));
   }
   return fds;
@@ -245,13 +250,13 @@ void serve(const Address& address, bool isLink, bool bothWays, double seconds) {
   }
   std::printf("%d -\n", localAddress(listening.get()).port());
   std::fflush(stdout);
-  runStatic(acceptPlain(listening.get(), static_cast<size_t>(env.numStreams)), false, seconds);
+  runStatic(acceptPlain(listening.get(), env), false, seconds);
 }
 
 void connectTo(const Address& address, const std::string& nonce, bool bothWays, double seconds) {
   const Env env = Env::read();
   if (nonce == "-") {
-    return runStatic(connectPlain(address, static_cast<size_t>(env.numStreams)), true, seconds);
+    return runStatic(connectPlain(address, env), true, seconds);
   }
   Connector connector({.address = address, .nonce = unhex(nonce), .sender = 0, .peer = ""}, env);
   for (;;) {

@@ -110,7 +110,8 @@ std::shared_ptr<const Setup> Library::acquire(Logger logger) {
     for (net::Interface& interface : net::chooseForNccl(net::listInterfaces(), env)) {
       devices.push_back(describe(std::move(interface)));
     }
-    setup_ = std::make_shared<const Setup>(std::move(env), std::move(devices), logger);
+    setup_ = std::make_shared<const Setup>(
+        Setup{.env = std::move(env), .devices = std::move(devices), .logger = logger});
   }
   ++numUsers_;
   return setup_;

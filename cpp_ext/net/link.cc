@@ -14,6 +14,10 @@ namespace {
 constexpr std::chrono::milliseconds kSilenceCheckEvery{1000};
 // Visits per stream and call, so that one busy stream or link does not keep the caller from the others.
 constexpr int kMaxVisits = 4;
+// A slow stream's chunks are no smaller: each costs a header and a system call on either side.
+constexpr uint32_t kLeastShareBytes = 16 << 10;
+// Streams are compared after as many full chunks of each.
+constexpr uint64_t kChunksPerComparison = 4;
 constexpr uint32_t kWatched = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
 }  // namespace
@@ -27,6 +31,8 @@ Link::Link(std::vector<Fd> streams, Settings settings)
   NET_CHECK(!streams.empty());
   for (size_t index = 0; index < streams.size(); ++index) {
     setStreamOptions(streams[index].get(), settings_.peerTimeout);
+    setNotSentLowWater(streams[index].get(), settings_.chunkBytes);
+    streams_[index].shareBytes = settings_.chunkBytes;
     epoll_.add(streams[index].get(), kWatched, index);
     streams_[index].fd = std::move(streams[index]);
   }
@@ -190,7 +196,7 @@ bool Link::pumpWrites() {
 // One visit to one stream: the rest of its batch, or the next chunk.
 bool Link::writeTo(size_t index) {
   Stream& stream = streams_[index];
-  if (!stream.isWritable || brokenWrite_.has_value() || (stream.writer.isIdle() && !deal(stream.writer))) {
+  if (!stream.isWritable || brokenWrite_.has_value() || (stream.writer.isIdle() && !deal(stream))) {
     return false;
   }
   switch (stream.writer.write(stream.fd.get())) {
@@ -199,10 +205,12 @@ bool Link::writeTo(size_t index) {
         credit(stream.writer);
       } else {
         stream.isWritable = false;  // a short write means full
+        stream.wasFull = true;
       }
       return true;
     case Visit::kBlocked:
       stream.isWritable = false;
+      stream.wasFull = true;
       return false;
     case Visit::kEnded:
     case Visit::kBroken:
@@ -213,13 +221,14 @@ bool Link::writeTo(size_t index) {
 }
 
 // Fills an idle writer: one chunk of a long message, or as many short ones as make one.
-bool Link::deal(StreamWriter& writer) {
-  size_t room = settings_.chunkBytes;
+bool Link::deal(Stream& stream) {
+  StreamWriter& writer = stream.writer;
+  size_t room = stream.shareBytes;
   while (dealSequence_ != sends_.posted && !writer.isFull()) {
     const size_t slot = dealSequence_ % kMaxRequests;
     const Request& request = sends_.ring[slot];
     const size_t left = *request.total_ - dealOffset_;
-    const size_t length = std::min<size_t>(left, settings_.chunkBytes);
+    const size_t length = std::min<size_t>(left, stream.shareBytes);
     if (length > room) {
       break;
     }
@@ -240,7 +249,36 @@ bool Link::deal(StreamWriter& writer) {
       firstStream_ = (firstStream_ + 1) % streams_.size();
     }
   }
+  const uint64_t dealt = stream.shareBytes - room;
+  stream.recentBytes += dealt;
+  recentBytes_ += dealt;
+  if (recentBytes_ >= kChunksPerComparison * streams_.size() * settings_.chunkBytes) {
+    rebalance();
+  }
   return !writer.isIdle();
+}
+
+// Sizes each stream's chunks by what the network let it move lately, so that all streams need about the same
+// time for what they hold: a message is not done before its slowest chunk is. A stream that was never full
+// was limited by us, not by the network, and gets more.
+void Link::rebalance() {
+  uint64_t most = 1;
+  for (const Stream& stream : streams_) {
+    most = std::max(most, stream.recentBytes);
+  }
+  const uint32_t least = std::min(kLeastShareBytes, settings_.chunkBytes);
+  for (Stream& stream : streams_) {
+    const uint64_t fair =
+        stream.wasFull ? settings_.chunkBytes * stream.recentBytes / most : uint64_t{2} * stream.shareBytes;
+    const auto share = static_cast<uint32_t>(std::clamp<uint64_t>(fair, least, settings_.chunkBytes));
+    if (share != stream.shareBytes) {
+      stream.shareBytes = share;
+      setNotSentLowWater(stream.fd.get(), share);
+    }
+    stream.recentBytes = 0;
+    stream.wasFull = false;
+  }
+  recentBytes_ = 0;
 }
 
 void Link::credit(StreamWriter& writer) {

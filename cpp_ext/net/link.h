@@ -123,7 +123,10 @@ class Link {
     uint32_t frameFilled = 0;    // bytes of it that have arrived
     bool isReadable = true;      // until the kernel says otherwise
     bool isWritable = true;
-    bool isHungUp = false;  // the kernel knows the end; bytes before it may still wait for their irecv()
+    uint32_t shareBytes = 0;   // largest chunk it gets, and what the kernel may hold of it unsent
+    uint64_t recentBytes = 0;  // written since the last rebalance()
+    bool wasFull = false;      // at some time since then
+    bool isHungUp = false;     // the kernel knows the end; bytes before it may still wait for their irecv()
   };
 
   // One direction: a ring of requests in the order of their sequence numbers.
@@ -143,7 +146,8 @@ class Link {
   void pollEvents();
   bool pumpWrites();
   bool writeTo(size_t index);
-  bool deal(StreamWriter& writer);
+  bool deal(Stream& stream);
+  void rebalance();
   void credit(StreamWriter& writer);
 
   bool pumpReads();
@@ -175,7 +179,8 @@ class Link {
   size_t numPending_ = 0;
   uint32_t dealSequence_ = 0;  // the message that the next chunk is of
   size_t dealOffset_ = 0;
-  size_t firstStream_ = 0;  // where dealing begins
+  uint64_t recentBytes_ = 0;  // of all streams
+  size_t firstStream_ = 0;    // where dealing begins
   Clock::time_point lastMoved_;
   Clock::time_point lastChecked_;
 };

@@ -17,9 +17,6 @@ namespace baguarun::net {
 
 namespace {
 
-// What the kernel may hold unsent per stream: enough to stay busy between two visits, little enough that a
-// slow stream does not collect chunks which a fast one would deliver sooner.
-constexpr int kNotSentLowWaterBytes = 128 << 10;
 constexpr int kKeepaliveProbes = 4;
 
 void setOption(int fd, int level, int name, int value, const char* what) {
@@ -79,9 +76,12 @@ Fd makeTcpSocket(int family) {
   return fd;
 }
 
+void setNotSentLowWater(int fd, uint32_t bytes) {
+  setOption(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, static_cast<int>(bytes), "TCP_NOTSENT_LOWAT");
+}
+
 void setStreamOptions(int fd, std::chrono::milliseconds peerTimeout) {
   setOption(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
-  setOption(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kNotSentLowWaterBytes, "TCP_NOTSENT_LOWAT");
   const int quarter = std::max<int>(1, static_cast<int>(peerTimeout.count() / 1000 / 4));
   setOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE");
   setOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, quarter, "TCP_KEEPIDLE");

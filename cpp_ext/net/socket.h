@@ -55,8 +55,11 @@ class Epoll {
 // A non-blocking, close-on-exec TCP socket. Throws Error(kSystem).
 Fd makeTcpSocket(int family);
 
-// Options of a socket that carries a stream: TCP_NODELAY, TCP_NOTSENT_LOWAT, keepalives that notice a silent
-// machine within `peerTimeout`.
+// How much the kernel may hold unsent on `fd`. Throws Error(kSystem).
+void setNotSentLowWater(int fd, uint32_t bytes);
+
+// Options of a socket that carries a stream: TCP_NODELAY and keepalives that notice a silent machine within
+// `peerTimeout`.
 //
 // TCP_USER_TIMEOUT is left alone while data flows: Linux counts the time that the peer's window is closed, so
 // it would cut off a healthy peer that merely posts its receive late. peerAnswers() in stream.h looks
