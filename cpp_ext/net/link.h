@@ -1,10 +1,10 @@
 // A link: messages to and from one peer over several TCP streams, without threads.
 //
 // Messages of one direction are matched first-in first-out: the n-th isend() of one side fills the n-th
-// irecv() of the other. A message is cut into chunks, and every chunk goes to whichever stream has room, so a
-// slow stream carries less and holds nobody up for long. Small messages share system calls. Nothing is copied
-// but what the kernel copies, and a few kilobytes per chunk at the receiving side; a message whose irecv() is
-// not posted yet waits in the sockets, so memory stays bounded.
+// irecv() of the other. A message is cut into chunks, and every chunk goes to whichever stream has room; what
+// turns out slow gets smaller chunks, so that no stream holds the others up for long. Small messages share
+// system calls. Nothing is copied but what the kernel copies, and a few kilobytes per chunk at the receiving
+// side; a message whose irecv() is not posted yet waits in the sockets, so memory stays bounded.
 //
 // Nothing moves by itself. Bytes move inside progress(), test() and wait(), which never block except wait().
 // To sleep until something can move: call progress() until it returns false, then wait for pollFd() to become
