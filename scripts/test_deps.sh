@@ -10,7 +10,15 @@ needed=(
     tc:iproute2
     nsenter:util-linux
     openssl:openssl
+    clang++:clang
 )
+
+# The sanitizer runtime that fits Debian's default clang, e.g. libclang-rt-14-dev.
+fuzzer_package() {
+    local version
+    version=$(apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p' | head -n 1)
+    echo "libclang-rt-${version:-14}-dev"
+}
 
 missing=()
 packages=()
@@ -22,6 +30,11 @@ for pair in "${needed[@]}"; do
         packages+=("${pair##*:}")
     fi
 done
+# clang's sanitizers and libFuzzer are a package of their own, named after its version.
+if [[ " ${missing[*]} " == *" clang++ "* ]] || ! ls "$(clang++ -print-resource-dir)"/lib/*/libclang_rt.fuzzer*.a >/dev/null 2>&1; then
+    missing+=(libFuzzer)
+    packages+=("$(fuzzer_package)")
+fi
 [[ ${#missing[@]} -eq 0 ]] && exit 0
 
 if [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null; then
