@@ -28,7 +28,7 @@ class DistributedDataParallel(nn.Module):
 
     module: nn.Module
 
-    def __init__(  # noqa: PLR0913 - torch's signature
+    def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,

@@ -1,8 +1,8 @@
 // Python module baguarun._C: the engine, and the codecs for tests. Nothing is decided here.
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "codec/codec.h"
@@ -119,7 +119,8 @@ void bindEngine(py::module_& module) {
   py::class_<EngineSettings>(module, "EngineSettings")
       .def(py::init([](size_t bucketBytes, size_t firstBucketBytes, bool findUnused, bool staticGraph,
                        bool shareMemory, std::chrono::milliseconds timeout) {
-             return EngineSettings{{bucketBytes, firstBucketBytes}, findUnused, staticGraph, shareMemory, timeout};
+             return EngineSettings{
+                 {bucketBytes, firstBucketBytes}, findUnused, staticGraph, shareMemory, timeout};
            }),
            py::kw_only(), py::arg("bucket_bytes"), py::arg("first_bucket_bytes"), py::arg("find_unused"),
            py::arg("static_graph"), py::arg("share_memory"), py::arg("timeout"));

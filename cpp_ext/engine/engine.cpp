@@ -127,14 +127,15 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
     bucket.index = buckets_.size() - 1;
     bucket.parameters = members;
     bucket.operation = first.operation;
-    bucket.shared = settings_.shareMemory && device_.is_cpu() && canShare(bucket.operation, first.tensor.scalar_type());
+    bucket.shared =
+        settings_.shareMemory && device_.is_cpu() && canShare(bucket.operation, first.tensor.scalar_type());
     size_t bytes = 0;
     for (const size_t index : members) {
       bytes += parameters_[index].tensor.nbytes();
     }
     bucket.bytes = bytes;
-    bucket.label = std::to_string(bucket.index) + " of " + std::to_string(plan.size()) + " (" + first.name + " to " +
-                   parameters_[members.back()].name + ", " + sizeText(bytes) + ")";
+    bucket.label = std::to_string(bucket.index) + " of " + std::to_string(plan.size()) + " (" + first.name +
+                   " to " + parameters_[members.back()].name + ", " + sizeText(bytes) + ")";
   }
   placeBuckets();
   schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_, area_, settings_.timeout)
@@ -149,7 +150,8 @@ void Engine::placeBuckets() {
   for (const Bucket& bucket : buckets_) {
     sharedBytes.push_back(bucket.shared ? bucket.bytes : 0);
   }
-  const bool anyShared = std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.shared; });
+  const bool anyShared =
+      std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.shared; });
   area_ = anyShared ? joinSharedArea(group_, sharedBytes) : nullptr;
   for (Bucket& bucket : buckets_) {
     bucket.shared = bucket.shared && area_ != nullptr;

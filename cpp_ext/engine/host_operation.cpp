@@ -38,15 +38,18 @@ class Transfers {
     if (aborted_) {
       throw CommunicationFailure("aborted");
     }
-    pending_.push_back({std::move(work), peer});
+    pending_.push_back({std::move(work), peer, /*ended=*/false});
   }
 
-  // Waits for the transfer at `position` and names the peer if it fails.
+  // Waits for the transfer at `position`, once, and names the peer if it fails.
   void wait(size_t position, const char* verb) {
     Entry entry;
     {
       const std::scoped_lock lock(mutex_);
       entry = pending_[position];
+    }
+    if (entry.ended) {
+      return;
     }
     bool completed = false;
     try {
@@ -57,6 +60,17 @@ class Transfers {
     }
     if (!completed) {
       throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": aborted");
+    }
+    const std::scoped_lock lock(mutex_);
+    pending_[position].ended = true;
+  }
+
+  // Waits for the transfer with `peer`, if there is one.
+  void waitFor(size_t peer, const char* verb) {
+    for (size_t position = 0; position < pending_.size(); ++position) {
+      if (pending_[position].peer == peer) {
+        wait(position, verb);
+      }
     }
   }
 
@@ -81,6 +95,7 @@ class Transfers {
   struct Entry {
     Work work;
     size_t peer = 0;
+    bool ended = false;
   };
 
   std::mutex mutex_;
@@ -117,30 +132,32 @@ class PeerExchange final : public HostOperation {
     }
     // Receives first: a message whose receive is posted travels without asking.
     for (size_t step = 1; step < size_; ++step) {
-      receive(contributions_, (rank_ + size_ - step) % size_, Stage::kScatter, scatterReceives_);
+      receive(contributions_, source(step), Stage::kScatter, scatterReceives_);
     }
     for (size_t step = 1; step < size_; ++step) {
-      const size_t peer = (rank_ + step) % size_;
-      encodeChunk(peer);
-      send(chunks_[peer], peer, Stage::kScatter, scatterSends_);
-      // The result of this chunk arrives where the contribution lies: its owner sends it after having
-      // received all of the contribution.
-      receive(chunks_, peer, Stage::kGather, gatherReceives_);
+      encodeChunk(target(step));
+      pace(step, scatterReceives_, "receiving the contribution of");
+      send(chunks_[target(step)], target(step), Stage::kScatter, scatterSends_);
+    }
+    // The result of a chunk arrives where the contribution to it lies: its owner sends it after having
+    // received all of the contribution.
+    for (size_t step = 1; step < size_; ++step) {
+      receive(chunks_, source(step), Stage::kGather, gatherReceives_);
     }
     encodeChunk(rank_);
   }
 
   void reduce() override {
-    if (layout_.numElements(rank_) == 0) {
-      return;
-    }
     for (size_t i = 0; i < scatterReceives_.size(); ++i) {
       scatterReceives_.wait(i, "receiving the contribution of");
     }
-    codec::reduceEncode(kHost, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
-                        chunks_[rank_].data_ptr());
+    if (layout_.numElements(rank_) > 0) {
+      codec::reduceEncode(kHost, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
+                          chunks_[rank_].data_ptr());
+    }
     for (size_t step = 1; step < size_; ++step) {
-      send(chunks_[rank_], (rank_ + step) % size_, Stage::kGather, gatherSends_);
+      pace(step, gatherReceives_, "receiving the result of");
+      send(chunks_[rank_], target(step), Stage::kGather, gatherSends_);
     }
   }
 
@@ -174,6 +191,7 @@ class PeerExchange final : public HostOperation {
 
  private:
   static constexpr codec::Exec kHost{codec::Device::cpu, nullptr};
+  static constexpr size_t kPacedBytes = size_t{64} << 10;
 
   size_t chunkBytes(size_t rank) const {
     const size_t numElements = layout_.numElements(rank);
@@ -220,6 +238,19 @@ class PeerExchange final : public HostOperation {
     }
   }
 
+  // In step s each rank sends to the one s places on and receives from the one s places back: every link
+  // carries one message each way.
+  size_t target(size_t step) const { return (rank_ + step) % size_; }
+  size_t source(size_t step) const { return (rank_ + size_ - step) % size_; }
+
+  // Before the send of `step`: waits for the message of the step before, if messages are large. Several large
+  // ones at once would fight for the receiver's link and overflow the queues in front of it.
+  void pace(size_t step, Transfers& receives, const char* verb) {
+    if (step > 1 && layout_.stride() * elementSize_ >= kPacedBytes) {
+      receives.waitFor(source(step - 1), verb);
+    }
+  }
+
   char* place(size_t rank) const {
     return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * elementSize_;
   }
@@ -259,9 +290,9 @@ class PeerExchange final : public HostOperation {
   Transfers gatherReceives_;
 };
 
-// Scatter-reduce-gather among the processes of one host: each rank reads its chunk of all buckets and writes the result
-// into all of them. Nobody else touches that chunk meanwhile: a rank writes gradients only after all of the last round
-// has been reduced, and a chunk is read only after all ranks' gradients have arrived.
+// Scatter-reduce-gather among the processes of one host: each rank reads its chunk of all buckets and writes
+// the result into all of them. Nobody else touches that chunk meanwhile: a rank writes gradients only after
+// all of the last round has been reduced, and a chunk is read only after all ranks' gradients have arrived.
 class SharedExchange final : public HostOperation {
  public:
   SharedExchange(const Group& group, const Bucket& bucket, std::shared_ptr<SharedArea> area,
@@ -331,7 +362,8 @@ class SharedExchange final : public HostOperation {
       sources_.push_back(area_->bucket(peer, bucket_) + first * elementSize_);
     }
     std::byte* own = area_->bucket(rank_, bucket_) + first * elementSize_;
-    codec::reduceEncode({codec::Device::cpu, nullptr}, wire_, sources_.data(), size_, scale_, numElements, own);
+    codec::reduceEncode({codec::Device::cpu, nullptr}, wire_, sources_.data(), size_, scale_, numElements,
+                        own);
     for (size_t step = 1; step < size_; ++step) {
       std::memcpy(area_->bucket((rank_ + step) % size_, bucket_) + first * elementSize_, own,
                   numElements * elementSize_);

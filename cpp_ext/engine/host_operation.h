@@ -37,8 +37,8 @@ std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucke
 // True if ranks that share memory can reduce such a bucket where it lies.
 bool canShare(const OperationSpec& operation, at::ScalarType dtype);
 
-// Memory for buckets of `sizes` bytes that all ranks of `group` can reach, or null, on all ranks, if some rank cannot
-// have it. Collective.
+// Memory for buckets of `sizes` bytes that all ranks of `group` can reach, or null, on all ranks, if some
+// rank cannot have it. Collective.
 std::shared_ptr<SharedArea> joinSharedArea(const Group& group, const std::vector<size_t>& sizes);
 
 // For a bucket that lies in `area`.

@@ -73,8 +73,8 @@ class StageThread {
 // decoded.
 class HostSchedule final : public Schedule {
  public:
-  HostSchedule(const Group& group, const std::vector<Bucket>& buckets, const std::shared_ptr<SharedArea>& area,
-               std::chrono::milliseconds timeout)
+  HostSchedule(const Group& group, const std::vector<Bucket>& buckets,
+               const std::shared_ptr<SharedArea>& area, std::chrono::milliseconds timeout)
       : group_(group),
         round_(0),
         complete_("bagua-complete", [this](size_t task) { runComplete(task); }),

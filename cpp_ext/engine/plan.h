@@ -19,9 +19,9 @@ struct PlanLimits {
   size_t firstBucketBytes;
 };
 
-// Packs items in the order in which their gradients become ready (`order`, a permutation of the items). A bucket
-// closes when it has reached its limit. Buckets are sorted by the position of their last item: the order in which
-// they become full.
+// Packs items in the order in which their gradients become ready (`order`, a permutation of the items). A
+// bucket closes when it has reached its limit. Buckets are sorted by the position of their last item: the
+// order in which they become full.
 std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
                                              const std::vector<size_t>& order, const PlanLimits& limits);
 

@@ -39,8 +39,8 @@ class Schedule {
   virtual uint64_t bytesPerRound() const = 0;
 };
 
-// For CPU buckets: stages on communication threads. Buckets marked as shared lie in `area`, in which waits end after
-// `timeout`; elsewhere the group's own timeout counts.
+// For CPU buckets: stages on communication threads. Buckets marked as shared lie in `area`, in which waits
+// end after `timeout`; elsewhere the group's own timeout counts.
 std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets,
                                            const std::shared_ptr<SharedArea>& area,
                                            std::chrono::milliseconds timeout);

@@ -144,9 +144,7 @@ void SharedArea::wait(Milestone milestone, size_t index, uint32_t round, size_t 
   }
 }
 
-void SharedArea::abort() {
-  gaveUp(rank_).store(1, std::memory_order_release);
-}
+void SharedArea::abort() { gaveUp(rank_).store(1, std::memory_order_release); }
 
 SharedArea::Counter& SharedArea::counter(size_t rank, Milestone milestone, size_t index) const {
   std::byte* place = segments_[rank]->data() + kLine * (1 + 2 * index + static_cast<size_t>(milestone));

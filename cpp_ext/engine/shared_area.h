@@ -1,8 +1,8 @@
 // Memory that the ranks of one host share, so that they reduce each other's buckets where they lie. No torch.
 //
-// Every rank has a segment (a memfd that nothing but its open descriptors keeps alive: no name, nothing left behind by
-// a crash) of the same layout: a header, two counters per bucket, the buckets. The others map it through
-// /proc/<pid>/fd/<fd>, which needs the same user and the same PID namespace.
+// Every rank has a segment (a memfd that nothing but its open descriptors keeps alive: no name, nothing left
+// behind by a crash) of the same layout: a header, two counters per bucket, the buckets. The others map it
+// through /proc/<pid>/fd/<fd>, which needs the same user and the same PID namespace.
 #pragma once
 
 #include <atomic>
@@ -74,9 +74,10 @@ class SharedArea {
 
   // Says that this rank has passed `milestone` of a bucket in `round`.
   void post(Milestone milestone, size_t index, uint32_t round);
-  // Waits until rank `peer` has. Throws std::runtime_error that names the peer if it ended or gave up, or after
-  // `timeout`.
-  void wait(Milestone milestone, size_t index, uint32_t round, size_t peer, std::chrono::milliseconds timeout);
+  // Waits until rank `peer` has. Throws std::runtime_error that names the peer if it ended or gave up, or
+  // after `timeout`.
+  void wait(Milestone milestone, size_t index, uint32_t round, size_t peer,
+            std::chrono::milliseconds timeout);
   // Makes all waits of this rank fail, and the others' waits for this rank.
   void abort();
 

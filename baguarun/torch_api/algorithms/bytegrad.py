@@ -7,7 +7,7 @@ from baguarun.comm.algorithms import ByteGrad
 __all__ = ["ByteGradAlgorithm"]
 
 
-def ByteGradAlgorithm(hierarchical: bool | None = None, average: bool = True) -> ByteGrad:  # noqa: N802
+def ByteGradAlgorithm(hierarchical: bool | None = None, average: bool = True) -> ByteGrad:
     """Gradient averaging with 8 bits per number.
 
     Bagua's default is `hierarchical=True`; here it is None, one flat exchange for the time being. Asking for True

@@ -8,7 +8,7 @@ from baguarun.errors import UsageError
 __all__ = ["GradientAllReduceAlgorithm"]
 
 
-def GradientAllReduceAlgorithm(hierarchical: bool = False, average: bool = True) -> GradientAllReduce:  # noqa: N802
+def GradientAllReduceAlgorithm(hierarchical: bool = False, average: bool = True) -> GradientAllReduce:
     """Gradient averaging. `hierarchical=True` is refused: it is not there yet."""
     if hierarchical:
         raise UsageError("GradientAllReduceAlgorithm: hierarchical=True is not there yet; want False")
