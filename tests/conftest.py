@@ -9,6 +9,10 @@ from collections.abc import Generator
 
 import pytest
 
+# Read when grpc is imported. Tests of the launcher fork this process as the agent does, which has no grpc by
+# then; grpc's handlers, left by tests of the store, would end such a child.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+
 IN_CI = os.environ.get("CI") == "true"
 
 ALLOWED_IN_CI = ("this processor", "this kernel")
