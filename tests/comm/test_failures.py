@@ -60,10 +60,12 @@ def one_rank_stops() -> None:
         loss(model(x)).backward()
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError):
-            # Alive, but takes no part: waits for a message that never comes, for longer than the group's timeout.
+            # Takes no part: waits for a message that never comes, as long as the group's timeout lets it.
             dist.recv(torch.zeros(1), src=0)
         return
-    with pytest.raises(CommunicationError, match="bucket 0 of 1 .*receiving the contribution of rank 1: .*imed out"):
+    # Both give up after that time; whoever is first ends the other's wait.
+    gave_up = r"bucket 0 of 1 .*the contribution of rank 1: .*(imed out|has ended)"
+    with pytest.raises(CommunicationError, match=gave_up):
         loss(model(x)).backward()
 
 
