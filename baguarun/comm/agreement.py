@@ -58,13 +58,17 @@ def describe_difference(declarations: Sequence[Declaration]) -> str:
     for rank, other in enumerate(declarations[1:], start=1):
         for (name, here), (_, there) in zip(first.settings, other.settings, strict=True):
             if here != there:
-                return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}; want the same on all"
+                return (
+                    f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}; "
+                    "want the same on all"
+                )
         for index in range(max(len(first.tensors), len(other.tensors))):
             here, there = _tensor_at(first, index), _tensor_at(other, index)
             if here != there:
                 return (
-                    f"ranks build different models: parameter or buffer {index} is {here} on rank 0 and {there} on "
-                    f"rank {rank}; want the same names, shapes and types in the same order on all ranks"
+                    f"ranks build different models: parameter or buffer {index} is {here} on rank 0 "
+                    f"and {there} on rank {rank}; "
+                    "want the same names, shapes and types in the same order on all ranks"
                 )
     return "ranks build different models"
 

@@ -20,10 +20,11 @@ from baguarun.errors import UsageError
 class DistributedDataParallel(nn.Module):
     """Wraps `module` so that every backward leaves the combined gradients of all ranks in `grad`.
 
-    Arguments have torch's names, order and meaning; ours are `optimizers` (whose state, if any, starts as rank 0's)
-    and `algorithm`, a name or an `Algorithm` (None: what `baguarun run --algorithm` says, else gradient_allreduce).
-    Gradients are always views of the buckets. Collective over the process group to construct. Raises `UsageError`
-    for what cannot be served; a failed collective raises `CommunicationError` from backward or the next forward.
+    Arguments have torch's names, order and meaning; ours are `optimizers` (whose state, if any, starts as
+    rank 0's) and `algorithm`, a name or an `Algorithm` (None: what `baguarun run --algorithm` says, else
+    gradient_allreduce). Gradients are always views of the buckets. Collective over the process group to
+    construct. Raises `UsageError` for what cannot be served; a failed collective raises `CommunicationError`
+    from backward or the next forward.
     """
 
     module: nn.Module

@@ -1,6 +1,6 @@
 """Process groups: the job's default group, and the engine's own.
 
-`init_process_group` needs torchrun's variables only, whoever set them: this launcher, torchrun, Slurm or a hand.
+`init_process_group` needs torchrun's variables only, whoever set them: this launcher, torchrun or a hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baguarun.errors import UsageError
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Join the job's default process group; a script started by plain `python` becomes a World of one.
 
-    `backend` is nccl where CUDA is there, else gloo. `timeout` bounds every collective (None: torch's default).
+    `backend` is nccl where CUDA is there, else gloo. `timeout` bounds each collective (None: torch's own).
     On CUDA the device of LOCAL_RANK becomes the current one. A second call does nothing if it asks for the
     same. Raises `UsageError` for a broken environment or a second call that asks for another backend.
     """
@@ -29,14 +29,16 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         present = dist.get_backend()
         if backend is not None and backend != present:
             raise UsageError(
-                f"init_process_group(backend={backend!r}): the process group exists with backend {present!r}; "
+                f"init_process_group(backend={backend!r}): the group exists with backend {present!r}; "
                 "want the same backend, or dist.destroy_process_group() first"
             )
         return
     if torch.cuda.is_available():
         _choose_device(env.local_rank)
     if env.world_size == 1 and not env.master_port:
-        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            chosen, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
         return
     if not env.master_port:
         raise UsageError(
@@ -82,13 +84,14 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.Proces
         if backend.name() == "gloo":
             raise UsageError(f"the model is on {device}; want the nccl backend, the process group has gloo")
         return parent
-    return dist.new_group(
+    group: dist.ProcessGroup = dist.new_group(
         ranks=dist.get_process_group_ranks(parent),
         backend=backend.name(),
         timeout=backend.options._timeout,
         use_local_synchronization=True,
         group_desc="baguarun engine",
     )
+    return group
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -102,7 +105,8 @@ def on_one_host(group: dist.ProcessGroup) -> bool:
 
     Ranks with a network of their own (containers, network namespaces) count as separate hosts.
     """
-    mine = ":".join([_read_boot_id(), *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
+    namespaces = (str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))
+    mine = ":".join([_read_boot_id(), *namespaces])
     everyone: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return len(set(everyone)) == 1
@@ -116,6 +120,7 @@ def _choose_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if count > 1 and local_rank >= count:
         raise UsageError(
-            f"LOCAL_RANK={local_rank} but this node has {count} CUDA devices; want --nproc-per-node {count} or less"
+            f"LOCAL_RANK={local_rank} but this node has {count} CUDA devices; "
+            f"want --nproc-per-node {count} or less"
         )
     torch.cuda.set_device(local_rank if count > 1 else 0)

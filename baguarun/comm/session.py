@@ -1,4 +1,4 @@
-"""One model made data-parallel: the engine, and what happens around forward. The wrapper and `with_bagua` share it."""
+"""One model made data-parallel: the engine and what happens around forward, for wrapper and `with_bagua`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SessionSettings:
     find_unused_parameters: bool = False
     """Walk the graph of each forward, so that parameters may be left out of the loss."""
     static_graph: bool = False
-    """The graph is the same in every step: learn from the first which parameters get gradients, and how often."""
+    """The graph never changes: learn from the first step which parameters get gradients, and how often."""
     broadcast_buffers: bool = True
     """Overwrite the buffers by rank 0's before forward."""
     init_sync: bool = True
@@ -62,7 +62,7 @@ class CommunicationStats:
 class DataParallelSession:
     """Keeps the replicas of one module together. Collective over the process group to construct.
 
-    Raises `UsageError` for a model that cannot be served, naming the parameter, and on every rank if the ranks'
+    Raises `UsageError` for a model that cannot be served, naming the parameter, on every rank if the ranks'
     models differ.
     """
 
@@ -163,10 +163,13 @@ class DataParallelSession:
                 first_bucket_bytes=first_bytes,
                 find_unused=self.settings.find_unused_parameters,
                 static_graph=self.settings.static_graph,
-                share_memory=self.device.type == "cpu" and self.settings.share_memory and on_one_host(self._group),
+                share_memory=self._may_share_memory(),
                 timeout=group_timeout(self._group, self.device),
             ),
         )
+
+    def _may_share_memory(self) -> bool:
+        return self.device.type == "cpu" and self.settings.share_memory and on_one_host(self._group)
 
     def _declare(self, module: nn.Module) -> Declaration:
         settings = [("algorithm", repr(self.algorithm))]
@@ -265,7 +268,7 @@ def _real_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup) -> None:
-    """Give every rank the optimizer state of rank 0, if rank 0 has any (a job that goes on from a checkpoint)."""
+    """Give every rank rank 0's optimizer state, if it has any (a job that goes on from a checkpoint)."""
     if not optimizers:
         return
     root = dist.get_global_rank(group, 0)

@@ -23,10 +23,10 @@ def with_bagua(
     process_group: dist.ProcessGroup | None = None,
     do_flatten: bool = True,
 ) -> Module:
-    """Make this module data-parallel and return it: hooks around its forward, and the engine on its parameters.
+    """Make this module data-parallel and return it: hooks around forward, the engine on the parameters.
 
-    Adds `no_sync()` and `stats()` to the module; names in its state_dict stay as they are. Raises `UsageError` for
-    what cannot be served. Collective over the process group.
+    Adds `no_sync()` and `stats()` to the module; names in its state_dict stay as they are. Raises
+    `UsageError` for what cannot be served. Collective over the process group.
     """
     if not do_flatten:
         raise UsageError(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed
-import torch.nn.parallel
-import torch.utils.checkpoint
-
 import baguarun.comm.ddp
 import baguarun.comm.extension
 import baguarun.torch_api

@@ -17,7 +17,7 @@ CHUNK_ALIGN = 16
 
 
 def reference_exchange(flats: list[torch.Tensor]) -> torch.Tensor:
-    """Scatter, reduce, gather of the flat gradients of all ranks, written out with the codec's own functions."""
+    """Scatter, reduce, gather of all ranks' flat gradients, written out with the codec's own functions."""
     codec = load_extension()
     wire, world_size, numel = codec.Wire.MINMAX8, len(flats), flats[0].numel()
     share = -(-numel // world_size)
@@ -102,10 +102,15 @@ def test_nan_and_inf_on_one_rank_are_seen_by_all_and_are_gone_in_the_next_step()
 
 
 def test_hierarchical_is_refused_where_it_would_matter() -> None:
-    place = {"num_nodes": 2, "local_world_size": 4, "world_size": 8, "rank": 0, "local_rank": 0, "node_rank": 0}
-    env = WorkerEnv(
-        **place, master_addr="", master_port=0, job_id="", restart_count=0, max_restarts=0
-    )
+    place = {
+        "num_nodes": 2,
+        "local_world_size": 4,
+        "world_size": 8,
+        "rank": 0,
+        "local_rank": 0,
+        "node_rank": 0,
+    }
+    env = WorkerEnv(**place, master_addr="", master_port=0, job_id="", restart_count=0, max_restarts=0)
     with pytest.raises(UsageError, match="hierarchical=True with 2 nodes of 4 workers is not there yet"):
         ByteGrad(hierarchical=True).check(env)
     ByteGrad().check(env)

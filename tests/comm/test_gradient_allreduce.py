@@ -29,7 +29,7 @@ def averages_of_every_dtype() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_gradients_are_the_average_over_ranks_in_every_dtype_and_with_any_number_of_buckets(world_size: int) -> None:
+def test_gradients_are_averaged_in_every_dtype_and_with_any_number_of_buckets(world_size: int) -> None:
     run_ranks(averages_of_every_dtype, world_size)
 
 

@@ -25,7 +25,9 @@ def backward_without_frames() -> None:
 
             def watch(frame: FrameType, event: str, argument: object, seen: list[str] = seen) -> None:
                 if event == "call":
-                    seen.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+                    seen.append(
+                        frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+                    )
 
             threading.setprofile(watch)
             sys.setprofile(watch)

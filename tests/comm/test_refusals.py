@@ -51,7 +51,7 @@ def refuses_changes() -> None:
     model = DistributedDataParallel(sparse)
     model._session.before_forward()
     model._session.after_forward(None)
-    with pytest.raises(UsageError, match="'weight' .*sparse gradient"):
+    with pytest.raises(UsageError, match=r"'weight' .*sparse gradient"):
         nn.functional.embedding(torch.tensor([1, 2]), sparse.weight, sparse=True).sum().backward()
 
 
@@ -85,7 +85,10 @@ def build(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("shape", r"parameter or buffer 2 is '1.weight' \[6, 6\] float32 on rank 0 and '1.weight' \[7, 6\] .*on rank 1"),
+        (
+            "shape",
+            r"or buffer 2 is '1.weight' \[6, 6\] float32 on rank 0 and '1.weight' \[7, 6\] .*on rank 1",
+        ),
         ("count", r"parameter or buffer 4 is missing \(there are 4\) on rank 0 and '2.weight' \[1, 6\]"),
         ("dtype", r"'1.weight' \[6, 6\] float32 on rank 0 and '1.weight' \[6, 6\] float64 on rank 1"),
         ("frozen", r"'1.bias' \[6\] float32 \(no gradient\) on rank 1"),
@@ -104,7 +107,8 @@ def test_ranks_that_build_different_models_all_get_the_same_error(kind: str, mes
 
 
 def test_an_unknown_algorithm_is_refused_with_all_names_and_the_nearest() -> None:
-    with pytest.raises(UsageError, match="'byte_grad' is unknown; want one of bytegrad, gradient_allreduce.*'bytegrad'"):
+    known = r"'byte_grad' is unknown; want one of bytegrad, gradient_allreduce.*'bytegrad'"
+    with pytest.raises(UsageError, match=known):
         resolve("byte_grad")
     with pytest.raises(UsageError, match="wire='int4'; want one of fp32, fp16, bf16"):
         GradientAllReduce(wire="int4")

@@ -26,7 +26,9 @@ Check = Callable[[], None]
 RTOL = {"gradient_allreduce": 1e-5, "bytegrad": 0.02}
 
 
-def check_step(model: DistributedDataParallel, backward: Callable[[nn.Module], None], rtol: float = 1e-5) -> None:
+def check_step(
+    model: DistributedDataParallel, backward: Callable[[nn.Module], None], rtol: float = 1e-5
+) -> None:
     """One step's gradients are the average of what plain torch computes."""
     reference = gathered_gradients(model.module, backward)
     model.zero_grad()
@@ -149,7 +151,9 @@ def runs_compiled_modules() -> None:
 
 def keeps_channels_last() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
     model = DistributedDataParallel(net)
     for _ in range(3):
         x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
@@ -181,7 +185,9 @@ def broadcasts_buffers() -> None:
     model(torch.randn(6, 5))
     assert torch.equal(seen[0], from_zero)
 
-    apart = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), broadcast_buffers=False)
+    apart = DistributedDataParallel(
+        nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), broadcast_buffers=False
+    )
     loss(apart(torch.randn(6, 5) + rank)).backward()
     loss(apart(torch.randn(6, 5) + rank)).backward()
     from_zero = apart.module[0].running_mean.clone()

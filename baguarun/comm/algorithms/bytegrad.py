@@ -38,6 +38,6 @@ class ByteGrad(Algorithm):
     def check(self, env: WorkerEnv) -> None:
         if self.hierarchical and env.num_nodes > 1 and env.local_world_size > 1:
             raise UsageError(
-                f"bytegrad: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} workers is not "
-                "there yet; want hierarchical=None (one flat exchange) or one worker per node"
+                f"bytegrad: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} workers "
+                "is not there yet; want hierarchical=None (one flat exchange) or one worker per node"
             )

@@ -20,8 +20,8 @@ class GradientAllReduce(Algorithm):
     name: ClassVar[str] = "gradient_allreduce"
 
     wire: str = "fp32"
-    """What float32 gradients travel as: fp32, fp16 or bf16. Sums are fp32 in any case. Gradients of other types
-    travel as they are."""
+    """What float32 gradients travel as: fp32, fp16 or bf16. Sums are fp32 in any case. Gradients of other
+    types travel as they are."""
     average: bool = True
     """Divide the sum by the number of ranks."""
 
