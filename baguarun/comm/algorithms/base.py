@@ -54,7 +54,7 @@ class Algorithm(ABC):
         """The operation for buckets of `dtype` on `device`."""
 
     def check(self, env: WorkerEnv) -> None:
-        """Raise `UsageError` if the algorithm cannot do what is asked in this place; by default any will do."""
+        """Raise `UsageError` if the algorithm cannot do what is asked in this place; any will do here."""
         del env
 
 
