@@ -201,7 +201,7 @@ def bucket_limits(
         return int(cap_mb * MIB), int(cap_mb * MIB)
     # Enough buckets to overlap, as long as the messages of one bucket are worth sending.
     floor = max(256 * KIB, 16 * KIB * world_size)
-    cap = min(max(total_bytes // 8, floor), max(8 * MIB, floor))
+    cap = min(max(total_bytes // 4, floor), max(16 * MIB, floor))
     return cap, cap
 
 

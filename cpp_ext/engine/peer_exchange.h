@@ -1,0 +1,207 @@
+// Scatter-reduce-gather by direct messages. Included by host_operation.cpp only.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "engine/errors.h"
+#include "engine/host_operation.h"
+#include "engine/plan.h"
+#include "engine/transfers.h"
+
+namespace baguarun::engine {
+
+// Scatter-reduce-gather with one message per pair and stage. Plain gradients are sent from and received into
+// the bucket itself; others are encoded on the way out and decoded on the way in, this rank's own chunk
+// included, so that all ranks hold the same bits.
+//
+// Two rounds instead of the 2(n-1) of a ring, and the same bytes: each rank sends 2(n-1)/n of the bucket.
+class PeerExchange final : public HostOperation {
+ public:
+  PeerExchange(const Group& group, const Bucket& bucket)
+      : group_(group),
+        rank_(static_cast<size_t>(group->getRank())),
+        size_(static_cast<size_t>(group->getSize())),
+        bucket_(bucket.index),
+        wire_(bucket.operation.wire),
+        dtype_(codecType(bucket.flat.scalar_type())),
+        plain_(isPlain(wire_, bucket.flat.scalar_type())),
+        scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
+        elementSize_(bucket.flat.element_size()),
+        layout_(static_cast<size_t>(bucket.flat.numel()), size_),
+        flat_(bucket.flat) {
+    allocate();
+  }
+
+  void begin(uint32_t round) override {
+    round_ = round;
+    for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
+      transfers->clear();
+    }
+    // Receives first: a message whose receive is posted travels without asking.
+    for (size_t step = 1; step < size_; ++step) {
+      receive(contributions_, source(step), Stage::kScatter, scatterReceives_);
+    }
+    for (size_t step = 1; step < size_; ++step) {
+      encodeChunk(target(step));
+      pace(step, scatterReceives_, "receiving the contribution of");
+      send(chunks_[target(step)], target(step), Stage::kScatter, scatterSends_);
+    }
+    // The result of a chunk arrives where the contribution to it lies: its owner sends it after having
+    // received all of the contribution.
+    for (size_t step = 1; step < size_; ++step) {
+      receive(chunks_, source(step), Stage::kGather, gatherReceives_);
+    }
+    encodeChunk(rank_);
+  }
+
+  void reduce() override {
+    for (size_t i = 0; i < scatterReceives_.size(); ++i) {
+      scatterReceives_.wait(i, "receiving the contribution of");
+    }
+    if (layout_.numElements(rank_) > 0) {
+      codec::reduceEncode(kHost, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
+                          chunks_[rank_].data_ptr());
+    }
+    for (size_t step = 1; step < size_; ++step) {
+      pace(step, gatherReceives_, "receiving the result of");
+      send(chunks_[rank_], target(step), Stage::kGather, gatherSends_);
+    }
+  }
+
+  void complete() override {
+    decodeChunk(rank_);
+    for (size_t i = 0; i < gatherReceives_.size(); ++i) {
+      gatherReceives_.wait(i, "receiving the result of");
+      decodeChunk(gatherReceives_.peer(i));
+    }
+    for (size_t i = 0; i < scatterSends_.size(); ++i) {
+      scatterSends_.wait(i, "sending a contribution to");
+    }
+    for (size_t i = 0; i < gatherSends_.size(); ++i) {
+      gatherSends_.wait(i, "sending a result to");
+    }
+  }
+
+  void abort() override {
+    for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
+      transfers->abort();
+    }
+  }
+
+  uint64_t bytesPerRound() const override {
+    uint64_t bytes = static_cast<uint64_t>(chunks_[rank_].numel()) * (size_ - 1);
+    for (size_t peer = 0; peer < size_; ++peer) {
+      bytes += peer == rank_ ? 0 : static_cast<uint64_t>(chunks_[peer].numel());
+    }
+    return bytes;
+  }
+
+ private:
+  static constexpr codec::Exec kHost{codec::Device::cpu, nullptr};
+  static constexpr size_t kPacedBytes = size_t{64} << 10;
+
+  size_t chunkBytes(size_t rank) const {
+    const size_t numElements = layout_.numElements(rank);
+    return plain_ ? numElements * elementSize_ : codec::encodedBytes(wire_, numElements);
+  }
+
+  void allocate() {
+    const auto bytes = at::TensorOptions().dtype(at::kByte);
+    const at::Tensor flatBytes = plain_ ? flat_.view(at::kByte) : at::Tensor();
+    for (size_t peer = 0; peer < size_; ++peer) {
+      const auto length = static_cast<int64_t>(chunkBytes(peer));
+      chunks_.push_back(
+          plain_ ? flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(peer) * elementSize_), length)
+                 : at::zeros({length}, bytes));
+    }
+    const auto own = static_cast<int64_t>(chunkBytes(rank_));
+    for (size_t peer = 0; peer < size_; ++peer) {
+      contributions_.push_back(peer == rank_ ? chunks_[rank_] : at::zeros({own}, bytes));
+      sources_.push_back(contributions_.back().data_ptr());
+    }
+  }
+
+  void send(const at::Tensor& chunk, size_t peer, Stage stage, Transfers& transfers) {
+    if (chunk.numel() == 0) {
+      return;
+    }
+    std::vector<at::Tensor> tensors{chunk};
+    try {
+      transfers.add(group_->send(tensors, static_cast<int>(peer), messageTag(round_, bucket_, stage)), peer);
+    } catch (const std::exception& error) {
+      throw CommunicationFailure("sending to rank " + std::to_string(peer) + ": " + error.what());
+    }
+  }
+
+  void receive(const std::vector<at::Tensor>& into, size_t peer, Stage stage, Transfers& transfers) {
+    if (into[peer].numel() == 0) {
+      return;
+    }
+    std::vector<at::Tensor> tensors{into[peer]};
+    try {
+      transfers.add(group_->recv(tensors, static_cast<int>(peer), messageTag(round_, bucket_, stage)), peer);
+    } catch (const std::exception& error) {
+      throw CommunicationFailure("receiving from rank " + std::to_string(peer) + ": " + error.what());
+    }
+  }
+
+  // In step s each rank sends to the one s places on and receives from the one s places back: every link
+  // carries one message each way.
+  size_t target(size_t step) const { return (rank_ + step) % size_; }
+  size_t source(size_t step) const { return (rank_ + size_ - step) % size_; }
+
+  // Before the send of `step`: waits for the message of the step before, if messages are large. Several large
+  // ones at once would fight for the receiver's link and overflow the queues in front of it.
+  void pace(size_t step, Transfers& receives, const char* verb) {
+    if (step > 1 && layout_.stride() * elementSize_ >= kPacedBytes) {
+      receives.waitFor(source(step - 1), verb);
+    }
+  }
+
+  char* place(size_t rank) const {
+    return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * elementSize_;
+  }
+
+  void encodeChunk(size_t rank) {
+    if (!plain_ && layout_.numElements(rank) > 0) {
+      codec::encode(kHost, wire_, dtype_, place(rank), layout_.numElements(rank), chunks_[rank].data_ptr());
+    }
+  }
+
+  void decodeChunk(size_t rank) {
+    if (!plain_ && layout_.numElements(rank) > 0) {
+      codec::decode(kHost, wire_, dtype_, chunks_[rank].data_ptr(), layout_.numElements(rank), place(rank));
+    }
+  }
+
+  const Group group_;
+  const size_t rank_;
+  const size_t size_;
+  const size_t bucket_;
+  const codec::Wire wire_;
+  const codec::DType dtype_;
+  const bool plain_;
+  const float scale_;
+  const size_t elementSize_;
+  const ChunkLayout layout_;
+  const at::Tensor flat_;
+  uint32_t round_ = 0;
+  // Chunk of rank p, as bytes: a slice of the bucket if plain, else a buffer of its own.
+  std::vector<at::Tensor> chunks_;
+  // What rank p contributes to the own chunk.
+  std::vector<at::Tensor> contributions_;
+  std::vector<const void*> sources_;
+  Transfers scatterSends_;
+  Transfers scatterReceives_;
+  Transfers gatherSends_;
+  Transfers gatherReceives_;
+};
+
+}  // namespace baguarun::engine

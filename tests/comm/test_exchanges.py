@@ -1,0 +1,62 @@
+"""How buckets are exchanged between hosts: small ones by messages to all, large fp32 ones around a ring."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from baguarun.comm.ddp import DistributedDataParallel
+from tests.comm.models import assert_same_on_all_ranks
+from tests.comm.ranks import run_ranks, run_ranks_to_the_end
+
+
+def averages_over_sockets(size: int, algorithm: str) -> None:
+    torch.manual_seed(3)
+    # Sums of small integers are exact in fp32, whatever their order; 24 divides by 2, 3 and 4.
+    module = nn.Linear(size, size, bias=True)
+    model = DistributedDataParallel(module, share_memory=False, algorithm=algorithm)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for step in range(3):
+        x = torch.full((1, size), 24.0 * (rank + step + 1))
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+        expected = 24.0 * (step + 1) + 24.0 * (world_size - 1) / 2
+        if algorithm == "gradient_allreduce":
+            assert torch.equal(module.weight.grad, torch.full((size, size), expected)), module.weight.grad
+        else:
+            assert torch.allclose(module.weight.grad, torch.full((size, size), expected), rtol=1e-2)
+        assert_same_on_all_ranks([p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize("size", [7, 601])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_rank_holds_the_same_average(world_size: int, size: int, algorithm: str) -> None:
+    run_ranks(averages_over_sockets, world_size, size, algorithm)
+
+
+def a_peer_dies_on_the_ring() -> str:
+    model = DistributedDataParallel(nn.Linear(601, 601), share_memory=False)
+    x = torch.ones(1, 601)
+    for _ in range(2):
+        model(x).sum().backward()
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):
+            model(x).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_dead_neighbour_is_an_error_that_names_the_bucket() -> None:
+    outcomes = run_ranks_to_the_end(a_peer_dies_on_the_ring, 3)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].traceback
+        assert outcomes[rank].value.startswith("CommunicationError: "), outcomes[rank].value
+        assert "bucket " in outcomes[rank].value
