@@ -33,7 +33,7 @@ $(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py
 	touch $@
 
 # setup.py knows the compiler's dependencies: only what changed is compiled.
-baguarun/_build_info.py: $(STAMPS)/package $(CPP)
+baguarun/_build_info.py: $(STAMPS)/package $(CPP) scripts/nccl_plugin.py
 	$(BIN)/python setup.py -q build_ext --inplace
 
 test-deps:
@@ -59,5 +59,5 @@ proto:
 	scripts/proto.sh
 
 clean:
-	rm -rf build dist *.egg-info baguarun/_build_info.py baguarun/_C*.so $(STAMPS)
+	rm -rf build dist *.egg-info baguarun/_build_info.py baguarun/_C*.so baguarun/lib $(STAMPS)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
-"""Builds `baguarun._C`, the communication engine, against the torch that is already installed.
+"""Builds `baguarun._C`, the communication engine, against the torch that is already installed; and a plugin.
 
 Everything else about the package is in pyproject.toml. Read here: which sources, which flags, and what is
-said when torch, a compiler or a matching CUDA toolkit is missing.
+said when torch, a compiler or a matching CUDA toolkit is missing. The plugin, for NCCL, needs the compiler
+alone: scripts/nccl_plugin.py.
 """
 
 from __future__ import annotations
@@ -189,6 +190,25 @@ def make_extension(torch: Any) -> Any:
     )
 
 
+def place_nccl_plugin(package: Path) -> None:
+    """Build the NCCL plugin where its sources changed, and put it into `package`."""
+    spec = importlib.util.spec_from_file_location("nccl_plugin", ROOT / "scripts" / "nccl_plugin.py")
+    assert spec is not None and spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    flags = ["-Wno-error"] if os.environ.get("BAGUARUN_WERROR", "1") == "0" else []
+    try:
+        built = recipe.build(flags)
+    except (recipe.PluginBuildError, OSError) as error:
+        raise BuildError(f"the NCCL plugin {recipe.FILE_NAME} does not compile: {error}") from error
+    target = package / "lib" / recipe.FILE_NAME
+    target.parent.mkdir(exist_ok=True)
+    # Not written in place: a running job may have the old one mapped.
+    part = target.with_suffix(".part")
+    shutil.copyfile(built, part)
+    part.replace(target)
+
+
 def build_info(torch: Any, with_cuda: bool) -> str:
     """Text of baguarun/_build_info.py, which `baguarun.comm.extension` compares with the torch it meets."""
     return (
@@ -216,11 +236,12 @@ def make_build_command(torch: Any) -> Any:
                 super().run()
             except (RuntimeError, CompileError) as error:
                 raise BuildError(f"the compiler's own words are above ({error})") from error
-            self.write_build_info()
-
-        def write_build_info(self) -> None:
-            with_cuda = any(source.endswith(".cu") for ext in self.extensions for source in ext.sources)
             package = Path(self.get_ext_fullpath("baguarun._C")).parent
+            place_nccl_plugin(package)
+            self.write_build_info(package)
+
+        def write_build_info(self, package: Path) -> None:
+            with_cuda = any(source.endswith(".cu") for ext in self.extensions for source in ext.sources)
             (package / "_build_info.py").write_text(build_info(torch, with_cuda))
 
     return BuildEngine

@@ -10,27 +10,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from scripts import nccl_plugin
+
 ROOT = Path(__file__).parents[2]
 IN_CI = os.environ.get("CI") == "true"
 FOLDER = ROOT / "build" / "net_tests"
 ADDRESS_SANITIZER = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREAD_SANITIZER = ("-O1", "-g1", "-fsanitize=thread")
-CORE = tuple(
-    ROOT / "cpp_ext" / "net" / f"{name}.cc"
-    for name in ("address", "connector", "env", "frame", "hello", "interfaces", "link", "listener", "sha256")
-    + ("socket", "stream")
-)
-PLUGIN = tuple(sorted((ROOT / "cpp_ext" / "nccl_plugin").glob("*.cc")))
+CORE, PLUGIN = nccl_plugin.CORE, nccl_plugin.FACE
 
 
 def compiler() -> list[str]:
     return os.environ.get("CXX", "g++").split()
 
 
-def _digest(words: Sequence[str], sources: Sequence[Path]) -> str:
+def _digest(words: Sequence[str], source: Path) -> str:
     digest = hashlib.sha256(repr([compiler(), list(words)]).encode())
-    headers = [*(ROOT / "cpp_ext" / "net").glob("*.h"), *(ROOT / "cpp_ext" / "nccl_plugin").glob("*.h")]
-    for file in [*sources, *sorted(headers), *sorted((ROOT / "tests" / "net").glob("*.h"))]:
+    for file in nccl_plugin.with_headers(source):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -46,17 +42,8 @@ def _make(target: Path, command: Sequence[str]) -> Path:
 
 
 def plugin(flags: Sequence[str] = ()) -> Path:
-    """Path of the NCCL plugin, built by the script that ships it."""
-    script = ROOT / "scripts" / "build_nccl_plugin.sh"
-    sources = [*CORE, *PLUGIN, script]
-    sources.append(ROOT / "cpp_ext" / "nccl_plugin" / "exports.map")
-    target = FOLDER / f"libnccl-net-baguanet-{_digest(flags, sources)}.so"
-    if not target.exists():
-        part = target.with_suffix(f".{os.getpid()}.part")
-        done = subprocess.run([str(script), str(part), *flags], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        part.rename(target)
-    return target
+    """Path of the NCCL plugin, built as the one that is shipped."""
+    return nccl_plugin.build(flags)
 
 
 def program(
@@ -69,7 +56,7 @@ def program(
     words = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext", *flags]
 
     def compile_one(file: Path) -> Path:
-        target = FOLDER / f"{file.stem}-{_digest(words, [file])}.o"
+        target = FOLDER / f"{file.stem}-{_digest(words, file)}.o"
         return _make(target, [*compiler(), *words, "-c", str(file)])
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
