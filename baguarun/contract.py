@@ -40,6 +40,8 @@ class World:
     """Restarts charged to the job so far (membership changes are not charged)."""
     max_restarts: int
     """Restarts the job may use up."""
+    net_secret: str = field(default="", repr=False)
+    """What the job's workers prove to each other when they connect; empty where the nodes share no store."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from baguarun.cli.console import show
 from baguarun.errors import UsageError
+from baguarun.launcher import bagua_net
 from baguarun.launcher.command import check_command
 from baguarun.launcher.options import GROUPS, Option, listed
-from baguarun.launcher.rendezvous import choose_rendezvous, no_effect_notices
+from baguarun.launcher.rendezvous import Static, choose_rendezvous, no_effect_notices
 from baguarun.launcher.settings import RunRequest, read_settings, with_sources
 
 _USAGE = "usage: baguarun run [options] SCRIPT [its arguments]"
@@ -40,9 +41,10 @@ def check(request: RunRequest) -> list[str]:
     try:
         rendezvous = choose_rendezvous(settings)
         check_command(settings)
+        net_notices = bagua_net.check(settings, without_store=isinstance(rendezvous, Static))
     except UsageError as error:
         raise UsageError(with_sources(str(error), request.given)) from error
-    return [*request.notices, *no_effect_notices(settings, rendezvous, request.given)]
+    return [*request.notices, *no_effect_notices(settings, rendezvous, request.given), *net_notices]
 
 
 def help_text() -> str:

@@ -6,11 +6,12 @@ import hashlib
 import shlex
 
 from baguarun.elastic.membership.job import JobSpec
+from baguarun.launcher.bagua_net import SECRET
 from baguarun.launcher.settings import CommandKind, RunSettings
 
 
 def job_spec(settings: RunSettings) -> JobSpec:
-    """Command, number of nodes, restarts, mode and algorithm.
+    """Command, number of nodes, restarts, mode, algorithm and how workers connect.
 
     Workers per node, paths and addresses may differ; the script is compared by the words given.
     """
@@ -34,8 +35,15 @@ def _canonical(settings: RunSettings) -> str:
         settings.max_restarts,
         settings.elastic.value,
         settings.algorithm,
+        settings.bagua_net,
+        _has_secret(settings),
     )
     return repr(parts)
+
+
+def _has_secret(settings: RunSettings) -> bool:
+    """Whether the user brings one. Which one is nobody's business: the transport tells when two differ."""
+    return bool(settings.environ.get(SECRET))
 
 
 def _summary(settings: RunSettings) -> str:
@@ -45,7 +53,9 @@ def _summary(settings: RunSettings) -> str:
     command = "".join(c if c.isprintable() else repr(c)[1:-1] for c in command)
     command = command if len(command) <= 200 else command[:197] + "..."
     algorithm = f" --algorithm {settings.algorithm}" if settings.algorithm else ""
+    network = " --bagua-net" if settings.bagua_net else ""
+    secret = f"{SECRET}=*** " if _has_secret(settings) else ""
     return (
-        f"--nnodes {settings.min_nodes}:{settings.max_nodes} --max-restarts {settings.max_restarts} "
-        f"--elastic {settings.elastic.value}{algorithm} {command}"
+        f"{secret}--nnodes {settings.min_nodes}:{settings.max_nodes} --max-restarts {settings.max_restarts} "
+        f"--elastic {settings.elastic.value}{algorithm}{network} {command}"
     )

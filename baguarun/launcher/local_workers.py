@@ -7,6 +7,7 @@ import os
 
 from baguarun.contract import WorkerEnv, World
 from baguarun.elastic.membership.scratch import ScratchFolder
+from baguarun.launcher.bagua_net import worker_environ
 from baguarun.launcher.binding import BindingPlan
 from baguarun.launcher.command import worker_argv
 from baguarun.launcher.keeper import Keeper
@@ -86,7 +87,7 @@ class LocalWorkers:
             role=settings.role,
             error_file=error_file,
             algorithm=settings.algorithm,
-            extra=bound.env,
+            extra={**bound.env, **worker_environ(settings, world.net_secret)},
         )
         inherited = {name: value for name, value in settings.environ.items() if name not in _AGENT_ONLY}
         return WorkerCommand(

@@ -75,6 +75,11 @@ OPTIONS: tuple[Option, ...] = (
         group=WORKERS,
         help="algorithm where the script names none: gradient_allreduce, bytegrad",
     ),
+    Option(
+        name="bagua-net",
+        group=WORKERS,
+        help="let NCCL send over several TCP streams: loads our network plugin",
+    ),
     Option(name="role", metavar="NAME", group=WORKERS, pet="ROLE", help="ROLE_NAME of the workers (default)"),
     Option(
         name="nnodes",
@@ -307,11 +312,6 @@ OPTIONS: tuple[Option, ...] = (
         name="spares",
         metavar="N",
         group=ELASTIC,
-        refusal="not yet",
-    ),
-    Option(
-        name="bagua-net",
-        group=WORKERS,
         refusal="not yet",
     ),
     Option(

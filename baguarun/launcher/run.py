@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -182,8 +183,9 @@ class _Node:
     async def _run_static(self, workers: LocalWorkers) -> int:
         """No store and no membership: the World is what the flags say, restarts are this node's alone."""
         max_restarts = self._settings.max_restarts
+        secret = secrets.token_hex(16) if self._settings.max_nodes == 1 else ""
         for restart_count in itertools.count():
-            world = static_world(self._settings, self._slots, restart_count=restart_count)
+            world = static_world(self._settings, self._slots, restart_count=restart_count, net_secret=secret)
             await workers.start(world)
             self._status.enter(world.generation, world.world_size, time.monotonic())
             self._status.workers_running = world.local_world_size

@@ -74,6 +74,8 @@ class RunSettings:
     """CPUs that workers are kept on; no effect on a machine with one NUMA node."""
     algorithm: str | None = None
     """Handed to workers as BAGUARUN_ALGORITHM; None leaves it to the script."""
+    bagua_net: bool = False
+    """Let NCCL in the workers use our network plugin."""
     role: str = "default"
     """ROLE_NAME of the workers; otherwise unused."""
 
@@ -293,6 +295,7 @@ def _merge(given: Mapping[str, Given], line: CommandLine, environ: Mapping[str, 
         if name in given:
             values[name.replace("-", "_")] = given[name].choice(kind)
     values["standalone"] = "standalone" in given
+    values["bagua_net"] = "bagua-net" in given
     if "bind" in given:
         values["bind"] = _binding(given["bind"])
     if "nnodes" in given:

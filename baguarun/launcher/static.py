@@ -7,10 +7,11 @@ from baguarun.launcher.rendezvous import Static, choose_rendezvous
 from baguarun.launcher.settings import RunSettings
 
 
-def static_world(settings: RunSettings, slots: int, *, restart_count: int = 0) -> World:
+def static_world(settings: RunSettings, slots: int, *, restart_count: int = 0, net_secret: str = "") -> World:
     """This node's World of a static job; every node must have the same number of slots.
 
-    Each restart (possible on a single node only) is a generation of its own.
+    Each restart (possible on a single node only) is a generation of its own. Several nodes have no way to
+    agree on a `net_secret`.
     """
     place = choose_rendezvous(settings)
     assert isinstance(place, Static), place
@@ -26,4 +27,5 @@ def static_world(settings: RunSettings, slots: int, *, restart_count: int = 0) -
         master_port=place.master_port,
         restart_count=restart_count,
         max_restarts=settings.max_restarts,
+        net_secret=net_secret,
     )

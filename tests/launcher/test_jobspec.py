@@ -29,6 +29,8 @@ def test_the_spec_carries_what_membership_needs() -> None:
         {"max_nodes": 3},
         {"max_restarts": 3},
         {"algorithm": "bytegrad"},
+        {"bagua_net": True},
+        {"environ": {"BAGUA_NET_SECRET": "s"}},
     ],
     ids=str,
 )
@@ -66,6 +68,17 @@ def test_the_summary_is_one_line_that_shows_the_difference() -> None:
     assert r"a\nb\udcff" in summary
     assert len(summary) < 300
     assert "--algorithm bytegrad" in summary
+
+
+def test_a_secret_is_never_shown_and_two_of_them_are_not_compared() -> None:
+    one, other = (
+        job_spec(replace(BASE, bagua_net=True, environ={"BAGUA_NET_SECRET": secret}))
+        for secret in ("hush", "hush-hush")
+    )
+    assert one == other
+    assert one.summary == (
+        "BAGUA_NET_SECRET=*** --nnodes 1:4 --max-restarts 2 --elastic restart --bagua-net train.py --lr 0.1"
+    )
 
 
 def test_module_and_program_are_told_apart_in_the_summary() -> None:

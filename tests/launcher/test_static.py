@@ -23,6 +23,12 @@ def test_the_world_of_a_static_job_follows_from_the_flags() -> None:
     )
 
 
+def test_a_secret_is_not_shown_where_a_world_is_printed() -> None:
+    world = static_world(RunSettings(script="x", master_port=1), 1, net_secret="hush")
+    assert world.net_secret == "hush"
+    assert "hush" not in repr(world)
+
+
 def test_the_nodes_of_a_static_job_share_out_all_ranks() -> None:
     worlds = [
         static_world(RunSettings(script="x", min_nodes=3, max_nodes=3, node_rank=n, master_addr="n0"), 2)

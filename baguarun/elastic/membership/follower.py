@@ -63,6 +63,7 @@ class Place:
             master_port=master_port or 0,
             restart_count=self.record.restart_count,
             max_restarts=spec.max_restarts,
+            net_secret=self.record.net_secret,
         )
 
 

@@ -226,6 +226,8 @@ class Leader:
             charged=action.charged,
             free_retries=action.free_retries,
             reason=reason,
+            # The same for the whole job: workers that survive a change of the World keep theirs.
+            net_secret=ledger.net_secret or secrets.token_hex(16),
         )
         members = tuple(_member(node) for node in action.nodes)
         world_key = f"{keys.worlds}{record.generation}"

@@ -50,6 +50,8 @@ class Ledger:
         """Of the running job; the leader's own if the store has none."""
         self.spec_stored = False
         self.world: CurrentWorld | None = None
+        self.net_secret = ""
+        """Of the newest World; not part of the view, as nothing is decided by it."""
         self._keys = keys
         self._nodes: dict[str, Node] = {}
         self._strangers: set[str] = set()
@@ -100,6 +102,7 @@ class Ledger:
 
     def published(self, record: WorldRecord, members: tuple[Member, ...]) -> None:
         self.world = _current(record, members, live=False, acked=0)
+        self.net_secret = record.net_secret
         self._reports.clear()
         self._done.clear()
         self._left.clear()
@@ -224,6 +227,7 @@ class Ledger:
             members = members_from_json(by_key[f"{keys.members}{record.generation}"].value)
             live = f"{keys.lives}{record.generation}" in by_key
             self.world = _current(record, members, live=live, acked=0)
+            self.net_secret = record.net_secret
         for entry in snapshot.entries:
             if entry.key.startswith(keys.nodes):
                 self._add_node(entry, now_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baguarun.contract import Failure
@@ -84,6 +84,8 @@ class WorldRecord:
     free_retries: int
     """Worlds in a row that were tried again without a charge."""
     reason: str
+    net_secret: str = field(repr=False)
+    """`World.net_secret`: made by the job's first leader, handed on from World to World."""
 
     def to_json(self) -> bytes:
         return _dump(vars(self))

@@ -190,6 +190,7 @@ class Model:
             charged=action.charged,
             free_retries=action.free_retries,
             reason="",
+            net_secret="",
         )
         members = tuple(Member(n.node_id, n.node_id, 1, n.create_revision) for n in action.nodes)
         self.generation, self.order, self.restarts = action.generation, ids, action.restart_count

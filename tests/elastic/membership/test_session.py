@@ -242,6 +242,23 @@ async def test_newcomers_join_a_running_job_behind_the_old_nodes() -> None:
 
 
 @in_virtual_time
+async def test_all_workers_of_a_job_share_a_secret_and_those_of_the_next_have_another() -> None:
+    server, spec = FakeServer(), a_spec(1, 3)
+    nodes = await _one_after_the_other(server, spec, 2)
+    await nodes[0].session.leave("SIGTERM")
+    nodes.append(FakeNode(server, spec, "n2"))
+    await until(lambda: nodes[2].world is not None and nodes[2].world.world_size == 4)
+    [secret] = {event.world.net_secret for node in nodes for event in node.all(Start)}
+    assert len(secret) == 32
+    await asyncio.gather(nodes[1].done(), nodes[2].done())
+    await asyncio.gather(nodes[1].task, nodes[2].task)
+    again = FakeNode(server, spec, "n1")
+    await until(lambda: again.world is not None)
+    assert again.world is not None
+    assert again.world.net_secret not in ("", secret)
+
+
+@in_virtual_time
 async def test_nodes_beyond_max_stand_by_and_take_the_place_of_one_that_goes() -> None:
     server, spec = FakeServer(), a_spec(2, 2)
     nodes = [FakeNode(server, spec, f"n{i}") for i in range(2)]

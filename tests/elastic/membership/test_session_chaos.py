@@ -135,6 +135,7 @@ class _Chaos:
             assert len(places) == len(set(places)), f"two Worlds {generation}: {worlds}"
             for attribute in ("num_nodes", "world_size", "master_addr", "master_port", "restart_count"):
                 assert len({getattr(world, attribute) for world in worlds}) == 1, f"two Worlds {generation}"
+            assert len({world.net_secret for world in worlds}) == 1, f"two secrets in World {generation}"
 
 
 @pytest.mark.parametrize("seed", range(60))
