@@ -50,8 +50,11 @@ class Communicator {
     std::chrono::milliseconds timeout{30'000};
     // False: links also to ranks of this host.
     bool shareMemory = true;
-    // Room for allocate(), the same on all ranks. Costs memory when it is allocated.
+    // Room for allocate(), the same on all ranks, a multiple of 4096. Costs memory when it is allocated.
     size_t arenaBytes = 0;
+    // Ranks that say different things here share no memory, whoever is on their host. Empty: what the system
+    // says.
+    std::string host = {};
   };
 
   // A message under way. Shared by who asked for it and the communicator.

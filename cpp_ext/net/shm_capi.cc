@@ -123,14 +123,6 @@ int baguaShmBarrier(void* group) {
   return guarded([&] { groupOf(group).barrier(); });
 }
 
-int baguaShmSend(void* group, const void* data, size_t bytes, int to, uint32_t tag) {
-  return guarded([&] { groupOf(group).send(data, bytes, to, tag); });
-}
-
-int baguaShmRecv(void* group, void* data, size_t bytes, int from, uint32_t tag) {
-  return guarded([&] { groupOf(group).recv(data, bytes, from, tag); });
-}
-
 void* baguaShmAllocate(void* group, size_t bytes) {
   void* data = nullptr;
   guarded([&] { data = groupOf(group).allocate(bytes); });

@@ -26,8 +26,6 @@ int baguaShmScatter(void* group, const void* in, void* out, size_t bytes, int ro
 int baguaShmAllToAllV(void* group, const void* in, const size_t* sendBytes, void* out,
                       const size_t* recvBytes);
 int baguaShmBarrier(void* group);
-int baguaShmSend(void* group, const void* data, size_t bytes, int to, uint32_t tag);
-int baguaShmRecv(void* group, void* data, size_t bytes, int from, uint32_t tag);
 // nullptr where it failed.
 void* baguaShmAllocate(void* group, size_t bytes);
 void baguaShmAbort(void* group);

@@ -1,5 +1,7 @@
 #include "net/shm_group.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -60,7 +62,9 @@ ShmGroup::Layout::Layout(std::byte* base, int numRanks, size_t arenaBytes) : siz
   const auto ranks = static_cast<size_t>(numRanks);
   std::byte* at = base;
   state = take<ShmState>(at, 1);
+  reasons = take<ShmReason>(at, ranks);
   left = take<ShmFlag>(at, ranks);
+  sleeping = take<ShmFlag>(at, ranks);
   ready = take<ShmFlag>(at, ranks);
   done = take<ShmFlag>(at, ranks);
   pairFlags = take<ShmFlag>(at, 2 * ranks * ranks);
@@ -115,7 +119,8 @@ ShmSegment::Options ShmGroup::segmentOptions(const Options& options) {
           .nonce = options.nonce,
           .reservedBytes = static_cast<size_t>(reinterpret_cast<std::byte*>(layout.cells) - kNowhere),
           .totalBytes = total,
-          .timeout = options.timeout};
+          .timeout = options.timeout,
+          .labels = options.labels};
 }
 
 ShmGroup::ShmGroup(const Options& options, const BlobExchange& exchange)
@@ -125,13 +130,17 @@ ShmGroup::ShmGroup(const Options& options, std::shared_ptr<ShmSegment> segment)
     : rank_(options.rank),
       size_(options.size),
       arenaBytes_(options.arenaBytes),
+      timeout_(options.timeout),
       segment_(std::move(segment)),
       layout_(std::make_unique<Layout>(segment_->data(), size_, arenaBytes_)) {
   NET_CHECK(segment_->bytes() >= segmentBytes(size_, arenaBytes_) && segment_->size() == size_);
-  waiter_ = std::make_unique<ShmWaiter>(segment_, rank_, options.timeout, layout_->state, layout_->left);
+  waiter_ = std::make_unique<ShmWaiter>(segment_, rank_, layout_->state, layout_->reasons, layout_->left);
 }
 
-ShmGroup::~ShmGroup() { waiter_->post(layout_->left[rank_], 1); }
+ShmGroup::~ShmGroup() {
+  waiter_->post(layout_->left[rank_], 1);
+  ringAll();
+}
 
 void* ShmGroup::slot(uint64_t step, int rank) const {
   const uint64_t index = step % Layout::kSlots * static_cast<uint64_t>(size_) + static_cast<uint64_t>(rank);
@@ -144,7 +153,7 @@ ShmGroup::Header& ShmGroup::header(uint64_t step, int rank) const {
 
 uint64_t ShmGroup::beginOperation() {
   waiter_->checkFailure();
-  start_ = Clock::now();
+  deadline_ = fixedDeadline_.has_value() ? *fixedDeadline_ : Clock::now() + timeout_;
   return step_;
 }
 
@@ -153,12 +162,12 @@ void ShmGroup::postReady(uint64_t step) { waiter_->post(layout_->ready[rank_], s
 void ShmGroup::waitReady(uint64_t step) {
   for (int i = 1; i < size_; ++i) {
     const int peer = (rank_ + i) % size_;
-    waiter_->wait(layout_->ready[peer], step + 1, peer, start_);
+    waiter_->wait(layout_->ready[peer], step + 1, peer, deadline_);
   }
 }
 
 void ShmGroup::waitDone(uint64_t step, int peer) {
-  waiter_->wait(layout_->done[peer], step + 1, peer, start_);
+  waiter_->wait(layout_->done[peer], step + 1, peer, deadline_);
 }
 
 // After an operation's first step is ready. Every rank finds the same culprit and says the same.
@@ -167,9 +176,8 @@ void ShmGroup::verify(uint64_t step) {
   for (int rank = 1; rank < size_; ++rank) {
     const Header it = header(step, rank);
     if (!it.matches(first)) {
-      waiter_->record(ShmFailure::kMismatch, rank);
-      throw Error(Fault::kUsage, segment_->peerName(rank),
-                  it.text() + ", where rank 0 calls " + first.text());
+      waiter_->fail(ShmFailure::kMismatch, rank,
+                    "calls " + it.text() + ", where " + segment_->peerName(0) + " calls " + first.text());
     }
   }
 }
@@ -350,6 +358,46 @@ void* ShmGroup::allocate(size_t bytes) {
   return data;
 }
 
-void ShmGroup::abort() noexcept { waiter_->record(ShmFailure::kAborted, rank_); }
+void ShmGroup::abort(const std::string& reason) noexcept {
+  waiter_->record(ShmFailure::kAborted, rank_, reason.empty() ? "" : ": " + reason);
+  ringAll();
+}
+
+void ShmGroup::fail(const Error& error) noexcept {
+  waiter_->record(error);
+  ringAll();
+}
+
+void ShmGroup::checkFailure() const { waiter_->checkFailure(); }
+
+void ShmGroup::setHook(ShmHook hook) { waiter_->setHook(std::move(hook)); }
+
+bool ShmGroup::hasLeft(int peer) const noexcept { return layout_->left[peer].value.load() != 0; }
+
+void ShmGroup::expectBell() noexcept { layout_->sleeping[rank_].value.store(1); }
+
+void ShmGroup::ring(int peer) noexcept {
+  // All of this is sequentially consistent, what is looked for after expectBell() included: either the
+  // sleeper sees what was done before, or we see it.
+  if (layout_->sleeping[peer].value.load() != 0 && layout_->sleeping[peer].value.exchange(0) != 0) {
+    const uint64_t one = 1;
+    // Only a full counter makes it fail, and then the bell rings already.
+    [[maybe_unused]] const ssize_t written = write(segment_->peer(peer).doorbell.get(), &one, sizeof(one));
+  }
+}
+
+void ShmGroup::ringAll() noexcept {
+  for (int peer = 0; peer < size_; ++peer) {
+    ring(peer);
+  }
+}
+
+void ShmGroup::answerBell() noexcept {
+  layout_->sleeping[rank_].value.store(0);
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = read(segment_->peer(rank_).doorbell.get(), &count, sizeof(count));
+}
+
+int ShmGroup::doorbell() const noexcept { return segment_->peer(rank_).doorbell.get(); }
 
 }  // namespace baguarun::net

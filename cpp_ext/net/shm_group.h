@@ -13,8 +13,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "net/reduce.h"
 #include "net/shm_segment.h"
@@ -36,22 +38,22 @@ enum class ShmCall : uint8_t {
 };
 
 // One rank's membership. A failure (an Error from any operation but those for arguments) is final for the
-// group on every rank: destroy it and make another. Threads: collectives and allocate() from one thread at a
-// time; send() and recv() from one thread at a time per peer and direction, also beside collectives; abort()
-// from any.
+// group on every rank: destroy it and make another. Threads: collectives, packets and allocate() from one
+// thread at a time, packets also from the hook; abort(), fail() and ring() from any.
 class ShmGroup {
  public:
   static constexpr int kMaxRanks = 64;
-  // An any-tag is not offered: messages of a pair arrive in the order in which they were sent.
   struct Options {
     int rank = 0;
     int size = 1;
     // The same on all ranks, unlike that of any other group alive on the host.
     std::string nonce;
-    // Bound of each operation, and of the group's making.
+    // Bound of the group's making, and of each operation without setDeadline().
     std::chrono::milliseconds timeout{30'000};
     // Room for this rank's allocate(), the same on all ranks. Costs memory when it is allocated.
     size_t arenaBytes = 0;
+    // What the ranks are called in errors; empty: by their place.
+    std::vector<int> labels = {};
   };
 
   // Joins the group; all ranks call it. Throws as ShmSegment::connect() and Error(kUsage) for bad options.
@@ -96,18 +98,45 @@ class ShmGroup {
 
   void barrier();
 
-  // Returns when the last byte is in the ring between the two: up to 256 KiB do not wait for recv().
-  void send(const void* data, size_t bytes, int to, uint32_t tag);
+  // When the operations from now on must have ended.
+  void setDeadline(Clock::time_point deadline) noexcept { fixedDeadline_ = deadline; }
 
-  // Throws Error(kUsage) where the next message has another size or tag; that ends the group.
-  void recv(void* data, size_t bytes, int from, uint32_t tag);
+  // Called where an operation has to wait, before it sleeps, and while it does.
+  void setHook(ShmHook hook);
+
+  // Packets, in order between two ranks; nothing here waits. packetRoom(): memory of kPacketBytes for the
+  // next packet to `to`, nullptr where it has not read the ones before; postPacket() sends what was written
+  // there. nextPacket(): the next packet of `from`, nullptr where there is none; dropPacket() has read it.
+  static constexpr size_t kPacketBytes = (64 << 10) + 64;
+  std::byte* packetRoom(int to) const noexcept;
+  void postPacket(int to) noexcept;
+  const std::byte* nextPacket(int from) const noexcept;
+  void dropPacket(int from) noexcept;
+
+  // To sleep on descriptors until a packet comes or a rank fails, leaves or aborts: expectBell(), look once
+  // more for something to do, wait for doorbell() to become readable, answerBell(). ring() wakes.
+  void expectBell() noexcept;
+  void answerBell() noexcept;
+  int doorbell() const noexcept;
+  void ring(int peer) noexcept;
+
+  // Who has destroyed its group.
+  bool hasLeft(int peer) const noexcept;
+  // Throws where the group has failed.
+  void checkFailure() const;
+  // Ends the group on all ranks with `error`, in its own words. Threads: any.
+  void fail(const Error& error) noexcept;
+
+  const ShmSegment& segment() const noexcept { return *segment_; }
 
   // Memory in the segment, 64-byte aligned, zeroed, owned by the group. Throws Error(kSystem) when the arena
   // or the machine's memory is used up.
   void* allocate(size_t bytes);
+  // Bytes that allocate() can still give.
+  size_t roomLeft() const noexcept { return arenaBytes_ - arenaUsed_; }
 
   // Ends all operations of all ranks within 100 ms, those to come included. Threads: any.
-  void abort() noexcept;
+  void abort(const std::string& reason = "") noexcept;
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
@@ -117,6 +146,7 @@ class ShmGroup {
   struct Layout;
   struct Cell;
 
+  void ringAll() noexcept;
   static ShmSegment::Options segmentOptions(const Options& options);
   uint64_t beginOperation();
   void* slot(uint64_t step, int rank) const;
@@ -140,13 +170,15 @@ class ShmGroup {
   const int rank_;
   const int size_;
   const size_t arenaBytes_;
+  const std::chrono::milliseconds timeout_;
   const std::shared_ptr<ShmSegment> segment_;
   const std::unique_ptr<Layout> layout_;
   std::unique_ptr<ShmWaiter> waiter_;
   uint64_t step_ = 0;
   uint64_t sequence_ = 0;
   size_t arenaUsed_ = 0;
-  Clock::time_point start_;
+  std::optional<Clock::time_point> fixedDeadline_;
+  Clock::time_point deadline_;
 };
 
 }  // namespace baguarun::net

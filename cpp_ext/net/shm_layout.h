@@ -27,14 +27,11 @@ struct alignas(64) ShmGroup::Header {
   std::string text() const;
 };
 
-// One piece of a message between two ranks.
+// One packet from a rank to another.
 struct ShmGroup::Cell {
-  static constexpr size_t kBytes = 64 << 10;
   static constexpr uint64_t kCount = 4;
 
-  alignas(64) uint64_t messageBytes;
-  uint32_t tag;
-  alignas(64) std::byte data[kBytes];
+  alignas(64) std::byte data[kPacketBytes];
 };
 
 struct ShmGroup::Layout {
@@ -51,7 +48,9 @@ struct ShmGroup::Layout {
   Pair pair(int from, int to) const;
 
   ShmState* state;
+  ShmReason* reasons;
   ShmFlag* left;
+  ShmFlag* sleeping;
   ShmFlag* ready;
   ShmFlag* done;
   ShmFlag* pairFlags;

@@ -149,10 +149,10 @@ void ShmGroup::allToAllV(const void* in, std::span<const size_t> sendBytes, void
       const uint64_t expected = plans[2 * ranks * to + ranks + from];
       most = std::max(most, sent);
       if (sent != expected) {
-        waiter_->record(ShmFailure::kMismatch, static_cast<int>(from));
-        throw Error(Fault::kUsage, segment_->peerName(static_cast<int>(from)),
-                    "all-to-all: sends " + std::to_string(sent) + " bytes to rank " + std::to_string(to) +
-                        ", which expects " + std::to_string(expected));
+        waiter_->fail(ShmFailure::kMismatch, static_cast<int>(from),
+                      "all-to-all: sends " + std::to_string(sent) + " bytes to " +
+                          segment_->peerName(static_cast<int>(to)) + ", which expects " +
+                          std::to_string(expected));
       }
     }
   }
@@ -182,45 +182,28 @@ void ShmGroup::allToAllV(const void* in, std::span<const size_t> sendBytes, void
       });
 }
 
-void ShmGroup::send(const void* data, size_t bytes, int to, uint32_t tag) {
-  checkRank(to, "to");
-  waiter_->checkFailure();
-  const auto start = Clock::now();
+std::byte* ShmGroup::packetRoom(int to) const noexcept {
   const Layout::Pair pair = layout_->pair(rank_, to);
-  uint64_t number = pair.sent->value.load();
-  for (size_t k = 0; k < stepsFor(bytes, Cell::kBytes); ++k, ++number) {
-    if (number >= Cell::kCount) {
-      waiter_->wait(*pair.read, number - Cell::kCount + 1, to, start);
-    }
-    const Piece piece(k, Cell::kBytes, bytes);
-    Cell& cell = pair.cells[number % Cell::kCount];
-    cell.messageBytes = bytes;
-    cell.tag = tag;
-    copyBytes(cell.data, bytesOf(data) + piece.offset, piece.bytes);
-    waiter_->post(*pair.sent, number + 1);
-  }
+  const uint64_t number = pair.sent->value.load(std::memory_order_relaxed);
+  const bool isFull = number - pair.read->value.load() >= Cell::kCount;
+  return isFull ? nullptr : pair.cells[number % Cell::kCount].data;
 }
 
-void ShmGroup::recv(void* data, size_t bytes, int from, uint32_t tag) {
-  checkRank(from, "from");
-  waiter_->checkFailure();
-  const auto start = Clock::now();
+void ShmGroup::postPacket(int to) noexcept {
+  layout_->pair(rank_, to).sent->value.fetch_add(1);
+  ring(to);
+}
+
+const std::byte* ShmGroup::nextPacket(int from) const noexcept {
   const Layout::Pair pair = layout_->pair(from, rank_);
-  uint64_t number = pair.read->value.load();
-  for (size_t k = 0; k < stepsFor(bytes, Cell::kBytes); ++k, ++number) {
-    waiter_->wait(*pair.sent, number + 1, from, start);
-    const Cell& cell = pair.cells[number % Cell::kCount];
-    if (cell.messageBytes != bytes || cell.tag != tag) {
-      waiter_->record(ShmFailure::kMismatch, from);
-      throw Error(Fault::kUsage, segment_->peerName(from),
-                  "sent " + std::to_string(cell.messageBytes) + " bytes with tag " +
-                      std::to_string(cell.tag) + ": want " + std::to_string(bytes) + " with tag " +
-                      std::to_string(tag));
-    }
-    const Piece piece(k, Cell::kBytes, bytes);
-    copyBytes(bytesOf(data) + piece.offset, cell.data, piece.bytes);
-    waiter_->post(*pair.read, number + 1);
-  }
+  const uint64_t number = pair.read->value.load(std::memory_order_relaxed);
+  const bool isEmpty = pair.sent->value.load() == number;
+  return isEmpty ? nullptr : pair.cells[number % Cell::kCount].data;
+}
+
+void ShmGroup::dropPacket(int from) noexcept {
+  layout_->pair(from, rank_).read->value.fetch_add(1);
+  ring(from);
 }
 
 }  // namespace baguarun::net

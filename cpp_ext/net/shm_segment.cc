@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -11,6 +12,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstddef>
@@ -175,21 +177,46 @@ bool isMember(const Fd& connection, const std::string& token) {
          given == token;
 }
 
-bool sendDescriptor(const Fd& connection, int fd) {
+// The kernel passes on at most 253 descriptors at once.
+constexpr size_t kMaxDescriptors = 250;
+
+// The memory and the doorbells.
+struct Handover {
+  Fd memory;
+  std::vector<Fd> doorbells;
+};
+
+bool sendDescriptors(const Fd& connection, const Handover& handover) {
+  std::vector<int> fds{handover.memory.get()};
+  for (const Fd& doorbell : handover.doorbells) {
+    fds.push_back(doorbell.get());
+  }
+  const size_t bytes = fds.size() * sizeof(int);
   char byte = 1;
   iovec data{.iov_base = &byte, .iov_len = 1};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;
   message.msg_control = control.data();
-  message.msg_controllen = control.size();
+  message.msg_controllen = CMSG_SPACE(bytes);
   cmsghdr* header = CMSG_FIRSTHDR(&message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
+  header->cmsg_len = CMSG_LEN(bytes);
+  std::memcpy(CMSG_DATA(header), fds.data(), bytes);
   return sendmsg(connection.get(), &message, MSG_NOSIGNAL) == 1;
+}
+
+std::vector<Fd> makeDoorbells(int count) {
+  std::vector<Fd> doorbells;
+  for (int i = 0; i < count; ++i) {
+    doorbells.emplace_back(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!doorbells.back()) {
+      throwSystem("eventfd");
+    }
+  }
+  return doorbells;
 }
 
 void waitReadable(const Fd& fd, Clock::time_point deadline, const char* what) {
@@ -209,18 +236,19 @@ void waitReadable(const Fd& fd, Clock::time_point deadline, const char* what) {
   }
 }
 
-void serveDescriptor(const Fd& listener, const Fd& memory, const std::string& token, int numPeers,
-                     Clock::time_point deadline) {
+void serveDescriptors(const Fd& listener, const Handover& handover, const std::string& token, int numPeers,
+                      Clock::time_point deadline) {
   for (int served = 0; served < numPeers;) {
     waitReadable(listener, deadline, "the other ranks' fetching of the segment");
     const Fd connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (connection && isMember(connection, token) && sendDescriptor(connection, memory.get())) {
+    if (connection && isMember(connection, token) && sendDescriptors(connection, handover)) {
       ++served;
     }
   }
 }
 
-Fd fetchDescriptor(const std::string& socketName, const std::string& token, Clock::time_point deadline) {
+Handover fetchDescriptors(const std::string& socketName, const std::string& token, size_t numDoorbells,
+                          Clock::time_point deadline) {
   const Fd connection = makeSocket();
   socklen_t length = 0;
   const sockaddr_un address = abstractAddress(socketName, length);
@@ -234,7 +262,7 @@ Fd fetchDescriptor(const std::string& socketName, const std::string& token, Cloc
   waitReadable(connection, deadline, "rank 0's handing over the segment");
   char byte = 0;
   iovec data{.iov_base = &byte, .iov_len = 1};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;
@@ -245,9 +273,21 @@ Fd fetchDescriptor(const std::string& socketName, const std::string& token, Cloc
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
     throw Error(Fault::kRemote, "rank 0", "did not hand over the shared segment");
   }
-  int fd = -1;
-  std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
-  return Fd(fd);
+  std::vector<int> fds((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+  std::memcpy(fds.data(), CMSG_DATA(header), fds.size() * sizeof(int));
+  Handover handover;
+  for (const int fd : fds) {
+    if (!handover.memory) {
+      handover.memory = Fd(fd);
+    } else {
+      handover.doorbells.emplace_back(fd);
+    }
+  }
+  if (handover.doorbells.size() != numDoorbells) {
+    throw Error(Fault::kSystem, "rank 0",
+                "shared memory: not all descriptors came over (is the limit of open files too low?)");
+  }
+  return handover;
 }
 
 Introduction introduce(const ShmSegment::Options& options) {
@@ -305,10 +345,10 @@ int countUsableCpus(const std::vector<Introduction>& all) {
   return count;
 }
 
-std::vector<ShmPeer> openPeers(const std::vector<Introduction>& all) {
+std::vector<ShmPeer> openPeers(const std::vector<Introduction>& all, const ShmSegment& segment) {
   std::vector<ShmPeer> peers;
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    ShmPeer peer{.pid = std::stoi(all[rank].pid), .pidfd = Fd()};
+    ShmPeer peer{.pid = std::stoi(all[rank].pid), .pidfd = Fd(), .doorbell = Fd()};
     if (peer.pid != getpid()) {
       peer.pidfd = Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
       if (!peer.pidfd && errno != ESRCH) {
@@ -316,8 +356,10 @@ std::vector<ShmPeer> openPeers(const std::vector<Introduction>& all) {
       }
       // Looked up after the pidfd was opened: the number cannot have gone to another process in between.
       if (!peer.pidfd || startTime(peer.pid) != all[rank].started) {
-        throw Error(Fault::kRemote, "rank " + std::to_string(rank) + " (pid " + all[rank].pid + ")",
-                    "its process has ended");
+        throw Error(
+            Fault::kRemote,
+            "rank " + std::to_string(segment.label(static_cast<int>(rank))) + " (pid " + all[rank].pid + ")",
+            "its process has ended");
       }
     }
     peers.push_back(std::move(peer));
@@ -349,7 +391,7 @@ void checkMemoryLeft(size_t bytes, const std::string& what) {
 std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const BlobExchange& exchange) {
   Introduction me = introduce(options);
   const bool isFirst = options.rank == 0;
-  Fd memory;
+  Handover handover;
   Fd listener;
   if (isFirst) {
     // A failure here is told to the others, who would wait otherwise.
@@ -360,7 +402,8 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
       }
       me.token = hex(random.data(), random.size());
       me.socketName = "baguarun-shm-" + me.token.substr(0, 16) + "-" + me.pid;
-      memory = makeMemory(options.nonce, options.reservedBytes, options.totalBytes);
+      handover.memory = makeMemory(options.nonce, options.reservedBytes, options.totalBytes);
+      handover.doorbells = makeDoorbells(options.size);
       listener = listenAt(me.socketName, options.size);
     } catch (const Error& error) {
       me.failure = oneLine(error.what());
@@ -374,15 +417,20 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
 
   const auto deadline = Clock::now() + options.timeout;
   std::shared_ptr<ShmSegment> segment(new ShmSegment());
+  segment->labels_ = options.labels;
   std::string failure;
   try {
     if (isFirst) {
-      serveDescriptor(listener, memory, me.token, options.size - 1, deadline);
+      serveDescriptors(listener, handover, me.token, options.size - 1, deadline);
     } else {
-      memory = fetchDescriptor(all[0].socketName, all[0].token, deadline);
+      handover =
+          fetchDescriptors(all[0].socketName, all[0].token, static_cast<size_t>(options.size), deadline);
     }
-    segment->map(memory, options.totalBytes);
-    segment->peers_ = openPeers(all);
+    segment->map(handover.memory, options.totalBytes);
+    segment->peers_ = openPeers(all, *segment);
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      segment->peers_[rank].doorbell = std::move(handover.doorbells[rank]);
+    }
     segment->usableCpus_ = countUsableCpus(all);
   } catch (const Error& error) {
     failure = oneLine(error.what());
@@ -391,7 +439,8 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
   const std::vector<std::string> outcomes = exchange(failure);
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {
     if (!outcomes[rank].empty()) {
-      throw Error(Fault::kRemote, "rank " + std::to_string(rank), outcomes[rank]);
+      throw Error(Fault::kRemote, "rank " + std::to_string(segment->label(static_cast<int>(rank))),
+                  outcomes[rank]);
     }
   }
   return segment;
@@ -400,8 +449,8 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
 std::shared_ptr<ShmSegment> ShmSegment::forThreads(int size, size_t totalBytes) {
   std::shared_ptr<ShmSegment> segment(new ShmSegment());
   segment->map(makeMemory("threads", 0, totalBytes), totalBytes);
-  for (int rank = 0; rank < size; ++rank) {
-    segment->peers_.push_back(ShmPeer{.pid = getpid(), .pidfd = Fd()});
+  for (Fd& doorbell : makeDoorbells(size)) {
+    segment->peers_.push_back(ShmPeer{.pid = getpid(), .pidfd = Fd(), .doorbell = std::move(doorbell)});
   }
   cpu_set_t cpus;
   CPU_ZERO(&cpus);
@@ -416,7 +465,7 @@ ShmSegment::~ShmSegment() {
 }
 
 std::string ShmSegment::peerName(int rank) const {
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(peer(rank).pid) + ")";
+  return "rank " + std::to_string(label(rank)) + " (pid " + std::to_string(peer(rank).pid) + ")";
 }
 
 void ShmSegment::map(const Fd& fd, size_t bytes) {

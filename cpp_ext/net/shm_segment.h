@@ -26,6 +26,8 @@ using BlobExchange = std::function<std::vector<std::string>(const std::string& m
 struct ShmPeer {
   int pid = 0;
   Fd pidfd;  // becomes readable when the process ends; empty for our own process
+  // An eventfd on which it can be woken where it sleeps on descriptors; see ShmGroup::ring().
+  Fd doorbell;
 };
 
 // Owns the mapping and the peers' pidfds. Threads: read-only after construction.
@@ -43,6 +45,8 @@ class ShmSegment {
     size_t totalBytes = 0;
     // Bound of the hand-over of the descriptor.
     std::chrono::milliseconds timeout{30'000};
+    // What the processes are called in errors; empty: by their place.
+    std::vector<int> labels = {};
   };
 
   // Joins or makes the segment with the other ranks. Throws Error on every rank where one of them fails:
@@ -67,6 +71,8 @@ class ShmSegment {
 
   // "rank 2 (pid 4711)".
   std::string peerName(int rank) const;
+  // What the process at place `rank` is called.
+  int label(int rank) const { return labels_.empty() ? rank : labels_[static_cast<size_t>(rank)]; }
 
  private:
   ShmSegment() = default;
@@ -76,6 +82,7 @@ class ShmSegment {
   size_t bytes_ = 0;
   int usableCpus_ = 1;
   std::vector<ShmPeer> peers_;
+  std::vector<int> labels_;
 };
 
 // Throws Error(kSystem) where the machine has not `bytes` of memory left; `what` says for what they are

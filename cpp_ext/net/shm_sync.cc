@@ -8,6 +8,7 @@
 
 #include <bit>
 #include <climits>
+#include <string_view>
 #include <utility>
 
 namespace baguarun::net {
@@ -19,6 +20,7 @@ constexpr int kSpins = 500;
 // With more ranks than CPUs the one we wait for may want this one.
 constexpr int kYields = 5;
 // A sleeping rank looks for failures this often: within 100 ms of abort(), at little CPU.
+constexpr timespec kBusySlice{.tv_sec = 0, .tv_nsec = 1'000'000};
 constexpr timespec kSlice{.tv_sec = 0, .tv_nsec = 70'000'000};
 
 // The kernel compares 32 bits: the low half of the count.
@@ -45,12 +47,12 @@ Verdict unpack(uint64_t word) {
 
 }  // namespace
 
-ShmWaiter::ShmWaiter(std::shared_ptr<ShmSegment> segment, int rank, std::chrono::milliseconds timeout,
-                     ShmState* state, ShmFlag* left)
+ShmWaiter::ShmWaiter(std::shared_ptr<ShmSegment> segment, int rank, ShmState* state, ShmReason* reasons,
+                     ShmFlag* left)
     : segment_(std::move(segment)),
       rank_(rank),
-      timeout_(timeout),
       state_(state),
+      reasons_(reasons),
       left_(left),
       spins_(segment_->size() <= segment_->usableCpus() ? kSpins : 1) {}
 
@@ -63,7 +65,7 @@ void ShmWaiter::post(ShmFlag& flag, uint64_t value) noexcept {
   }
 }
 
-void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point start) {
+void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point deadline) {
   for (int i = 0; i < kYields; ++i) {
     sched_yield();
     if (flag.value.load(std::memory_order_acquire) >= value) {
@@ -72,18 +74,20 @@ void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_
   }
   for (;;) {
     checkFailure();
+    const bool isBusy = hook_ && hook_();
     flag.hasWaiters.store(1);
     const uint64_t seen = flag.value.load();
     if (seen >= value) {
       return;
     }
     // Woken, interrupted, overtaken or at the slice's end: the value alone decides.
-    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen), &kSlice, nullptr, 0);
+    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen),
+            isBusy ? &kBusySlice : &kSlice, nullptr, 0);
     if (flag.value.load() >= value) {
       return;
     }
     checkPeer(flag, value, peer);
-    if (Clock::now() - start > timeout_) {
+    if (Clock::now() > deadline) {
       fail(ShmFailure::kTimeout, peer);
     }
   }
@@ -105,25 +109,43 @@ void ShmWaiter::checkPeer(const ShmFlag& flag, uint64_t value, int peer) {
   }
 }
 
-void ShmWaiter::record(ShmFailure failure, int culprit) noexcept {
-  uint64_t none = 0;
-  state_->failure.compare_exchange_strong(none, pack({failure, culprit, rank_}));
+void ShmWaiter::record(ShmFailure failure, int culprit, const std::string& reason) noexcept {
+  // Each rank writes its own reason, once, and before the others can look for it.
+  const std::lock_guard lock(recording_);
+  if (state_->failure.load() == 0) {
+    reason.copy(reasons_[rank_].text, sizeof(ShmReason::text) - 1);
+    uint64_t none = 0;
+    state_->failure.compare_exchange_strong(none, pack({failure, culprit, rank_}));
+  }
 }
 
-void ShmWaiter::fail(ShmFailure failure, int culprit) {
-  record(failure, culprit);
+void ShmWaiter::record(const Error& error) noexcept {
+  // what() begins with the peer's name, which stands alone in the first line for throwFailure().
+  const std::string_view what = error.what();
+  const size_t skip = error.peer().empty() ? 0 : error.peer().size() + 2;
+  record(ShmFailure::kTold, static_cast<int>(error.fault()),
+         error.peer() + "\n" + std::string(what.substr(skip)));
+}
+
+void ShmWaiter::fail(ShmFailure failure, int culprit, const std::string& reason) {
+  record(failure, culprit, reason);
   throwFailure();
 }
 
 void ShmWaiter::throwFailure() const {
   const Verdict verdict = unpack(state_->failure.load());
-  const std::string culprit = segment_->peerName(verdict.culprit);
   const bool isOurs = verdict.reporter == rank_;
+  const std::string reason = reasons_[verdict.reporter].text;
+  if (verdict.failure == ShmFailure::kTold) {
+    const size_t end = reason.find('\n');
+    throw Error(static_cast<Fault>(verdict.culprit), reason.substr(0, end), reason.substr(end + 1));
+  }
+  const std::string culprit = segment_->peerName(verdict.culprit);
   const std::string found = isOurs ? "" : " (found by " + segment_->peerName(verdict.reporter) + ")";
   switch (verdict.failure) {
     case ShmFailure::kAborted:
-      throw isOurs ? Error(Fault::kAborted, "", "the shared-memory group was aborted")
-                   : Error(Fault::kRemote, culprit, "aborted the shared-memory group");
+      throw isOurs ? Error(Fault::kAborted, "", "the shared-memory group was aborted" + reason)
+                   : Error(Fault::kRemote, culprit, "aborted the shared-memory group" + reason);
     case ShmFailure::kDied:
       throw Error(Fault::kRemote, culprit, "its process has ended" + found);
     case ShmFailure::kLeft:
@@ -131,7 +153,8 @@ void ShmWaiter::throwFailure() const {
     case ShmFailure::kTimeout:
       throw Error(isOurs ? Fault::kTimeout : Fault::kRemote, culprit, "did not take part in time" + found);
     case ShmFailure::kMismatch:
-      throw Error(Fault::kUsage, culprit, "its call does not match the other ranks'" + found);
+      throw Error(Fault::kUsage, culprit, reason + found);
+    case ShmFailure::kTold:
     case ShmFailure::kNone:
       break;
   }

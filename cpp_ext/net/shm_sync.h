@@ -4,7 +4,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "net/error.h"
@@ -19,28 +21,38 @@ struct alignas(128) ShmFlag {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-// The first failure of the group, and who has left it. Lives in the segment, zero at first.
+// The first failure of the group, and what each rank had to say about the one that it found. Lives in the
+// segment, zero at first.
 struct alignas(128) ShmState {
   std::atomic<uint64_t> failure;
 };
+struct alignas(128) ShmReason {
+  char text[512];
+};
 
-enum class ShmFailure : uint8_t { kNone, kAborted, kDied, kLeft, kTimeout, kMismatch };
+enum class ShmFailure : uint8_t { kNone, kAborted, kDied, kLeft, kTimeout, kMismatch, kTold };
+
+// What a rank does beside waiting. True: it has something under way, call again soon. It may throw.
+using ShmHook = std::function<bool()>;
 
 // Waits on flags for one rank. A wait spins briefly where every rank can have a CPU of its own, yields a few
 // times and then sleeps in the kernel, in slices after which it looks for failures.
 // Threads: any; one per flag waited for.
 class ShmWaiter {
  public:
-  ShmWaiter(std::shared_ptr<ShmSegment> segment, int rank, std::chrono::milliseconds timeout, ShmState* state,
+  ShmWaiter(std::shared_ptr<ShmSegment> segment, int rank, ShmState* state, ShmReason* reasons,
             ShmFlag* left);
+
+  // Threads: before the first wait.
+  void setHook(ShmHook hook) { hook_ = std::move(hook); }
 
   // Raises `flag` to `value` and wakes whoever sleeps on it.
   void post(ShmFlag& flag, uint64_t value) noexcept;
 
-  // Returns once `flag` is at least `value`; `peer` is the rank who raises it. `start` is when the caller's
-  // operation began. Throws Error: kRemote where the peer ended or left or another rank gave up, kTimeout,
-  // kAborted, kUsage where the ranks' calls do not match.
-  void wait(ShmFlag& flag, uint64_t value, int peer, Clock::time_point start) {
+  // Returns once `flag` is at least `value`; `peer` is the rank who raises it. Throws Error: kRemote where
+  // the peer ended or left or another rank gave up, kTimeout, kAborted, kUsage where the ranks' calls do not
+  // match.
+  void wait(ShmFlag& flag, uint64_t value, int peer, Clock::time_point deadline) {
     for (int i = 0; i < spins_; ++i) {
       if (flag.value.load(std::memory_order_acquire) >= value) {
         return;
@@ -49,33 +61,38 @@ class ShmWaiter {
       __builtin_ia32_pause();
 #endif
     }
-    waitLonger(flag, value, peer, start);
+    waitLonger(flag, value, peer, deadline);
   }
 
   // Throws where the group has failed.
   void checkFailure() const {
-    if (state_->failure.load(std::memory_order_acquire) != 0) {
+    if (state_->failure.load() != 0) {
       throwFailure();
     }
   }
 
   // Records a failure, the first one counts, and throws it.
-  [[noreturn]] void fail(ShmFailure failure, int culprit) noexcept(false);
+  [[noreturn]] void fail(ShmFailure failure, int culprit, const std::string& reason = "") noexcept(false);
 
   // Only records it. Threads: any.
-  void record(ShmFailure failure, int culprit) noexcept;
+  void record(ShmFailure failure, int culprit, const std::string& reason = "") noexcept;
+
+  // Hands on a failure of the ranks elsewhere, in its own words.
+  void record(const Error& error) noexcept;
 
  private:
-  void waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point start);
+  void waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point deadline);
   void checkPeer(const ShmFlag& flag, uint64_t value, int peer);
   [[noreturn]] void throwFailure() const;
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_;
-  const std::chrono::milliseconds timeout_;
   ShmState* const state_;
+  ShmReason* const reasons_;
   ShmFlag* const left_;
   const int spins_;
+  ShmHook hook_;
+  std::mutex recording_;
 };
 
 }  // namespace baguarun::net

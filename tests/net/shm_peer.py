@@ -27,11 +27,11 @@ FAULTS = ("system", "remote", "usage", "aborted", "timeout")
 OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
 DEADLINE_S = 60
-_Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_P, _Z, _I, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32
+Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_P, _Z, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baguaShmError": (ctypes.c_char_p, []),
-    "baguaShmCreate": (_P, [_I, _I, ctypes.c_char_p, ctypes.c_double, _Z, _Exchange]),
+    "baguaShmCreate": (_P, [_I, _I, ctypes.c_char_p, ctypes.c_double, _Z, Exchange]),
     "baguaShmDestroy": (None, [_P]),
     "baguaShmAllReduce": (_I, [_P, _P, _Z, _I, _I]),
     "baguaShmReduce": (_I, [_P, _P, _Z, _I, _I, _I]),
@@ -42,8 +42,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baguaShmScatter": (_I, [_P, _P, _P, _Z, _I]),
     "baguaShmAllToAllV": (_I, [_P, _P, _P, _P, _P]),
     "baguaShmBarrier": (_I, [_P]),
-    "baguaShmSend": (_I, [_P, _P, _Z, _I, _U]),
-    "baguaShmRecv": (_I, [_P, _P, _Z, _I, _U]),
     "baguaShmAllocate": (_P, [_P, _Z]),
     "baguaShmAbort": (None, [_P]),
     "baguaReduce": (_I, [_I, _I, _P, _Z, _P, _Z, _Z, _I]),
@@ -95,6 +93,30 @@ def pointer(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
+def exchange_by_files(folder: Path, nonce: str, rank: int, size: int) -> Any:
+    """A C callback that hands blobs around."""
+    rounds = 0
+
+    def exchange(mine: int, everybody: int, blob_bytes: int) -> int:
+        nonlocal rounds
+        stem = f"{uuid.uuid5(uuid.NAMESPACE_OID, nonce)}-{rounds}"
+        rounds += 1
+        part = folder / f"{stem}-{rank}.part"
+        part.write_bytes(ctypes.string_at(mine, blob_bytes))
+        part.rename(folder / f"{stem}-{rank}")
+        deadline = time.monotonic() + DEADLINE_S
+        for peer in range(size):
+            file = folder / f"{stem}-{peer}"
+            while not file.exists():
+                if time.monotonic() > deadline:
+                    return -1
+                time.sleep(0.002)
+            ctypes.memmove(everybody + peer * blob_bytes, file.read_bytes(), blob_bytes)
+        return 0
+
+    return Exchange(exchange)
+
+
 class Group:
     """A ShmGroup; blobs are exchanged by files in `folder`."""
 
@@ -102,26 +124,7 @@ class Group:
         self, folder: Path, rank: int, size: int, *, nonce: str, timeout_s: float = 30, arena_bytes: int = 0
     ) -> None:
         self.library, self.rank, self.size = load(), rank, size
-        rounds = 0
-
-        def exchange(mine: int, everybody: int, blob_bytes: int) -> int:
-            nonlocal rounds
-            stem = f"{uuid.uuid5(uuid.NAMESPACE_OID, nonce)}-{rounds}"
-            rounds += 1
-            part = folder / f"{stem}-{rank}.part"
-            part.write_bytes(ctypes.string_at(mine, blob_bytes))
-            part.rename(folder / f"{stem}-{rank}")
-            deadline = time.monotonic() + DEADLINE_S
-            for peer in range(size):
-                file = folder / f"{stem}-{peer}"
-                while not file.exists():
-                    if time.monotonic() > deadline:
-                        return -1
-                    time.sleep(0.002)
-                ctypes.memmove(everybody + peer * blob_bytes, file.read_bytes(), blob_bytes)
-            return 0
-
-        callback = _Exchange(exchange)
+        callback = exchange_by_files(folder, nonce, rank, size)
         self.handle = self.library.baguaShmCreate(
             rank, size, nonce.encode(), timeout_s, arena_bytes, callback
         )
@@ -153,8 +156,8 @@ class Group:
         self.handle = None
 
 
-def _serve(link: Connection, folder: Path, rank: int, size: int, options: dict[str, Any]) -> None:
-    group = Group(folder, rank, size, **options)
+def _serve(make: Any, link: Connection, folder: Path, rank: int, size: int, options: dict[str, Any]) -> None:
+    group = make(folder, rank, size, **options)
     link.send(("ready", None))
     while True:
         task, arguments = link.recv()
@@ -167,17 +170,25 @@ def _serve(link: Connection, folder: Path, rank: int, size: int, options: dict[s
 
 
 class Ranks:
-    """Ranks as processes. `start()` hands each a task, `results()` collects values and `Failed`s."""
+    """Ranks as processes. `start()` hands each a task, `result()` collects values and `Failed`s.
 
-    def __init__(self, folder: Path, size: int, **options: Any) -> None:
+    `make(folder, rank, size, **options)` is what a rank's tasks get; what `each` says is for one rank.
+    """
+
+    def __init__(
+        self, folder: Path, size: int, make: Any = Group, each: Sequence[dict[str, Any]] = (), **options: Any
+    ) -> None:
         options = {"nonce": uuid.uuid4().hex, **options}
+        each = each or [{}] * size
         context = multiprocessing.get_context("fork")
         self.size = size
         self.links: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, folder, rank, size, options), daemon=True)
+            process = context.Process(
+                target=_serve, args=(make, theirs, folder, rank, size, {**options, **each[rank]}), daemon=True
+            )
             process.start()
             theirs.close()
             self.links.append(ours)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -160,31 +159,6 @@ def test_all_to_all_exchanges_blocks_of_uneven_sizes(tmp_path: Path, size: int) 
     for receiver in range(size):
         want = [bytes([16 * sender + receiver]) * bytes_from_to(sender, receiver) for sender in range(size)]
         assert outcomes[receiver] == want
-
-
-def pass_messages(group: Group, counts: list[int]) -> list[bytes]:
-    """Around the ring; even ranks send first, so that messages larger than the ring of cells come through."""
-    received = []
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    for tag, count in enumerate(counts):
-        data, out = values(group.rank, count, "int8"), np.zeros(count, np.int8)
-        steps: list[tuple[Any, ...]] = [
-            ("Send", pointer(data), count, after, tag),
-            ("Recv", pointer(out), count, before, tag),
-        ]
-        for step in steps if group.rank % 2 == 0 else reversed(steps):
-            group.call(*step)
-        received.append(out.tobytes())
-    return received
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_between_two_arrive_whole_and_in_order(tmp_path: Path, size: int) -> None:
-    counts = [0, 1, 65536, 65537, 1_000_001, 5]
-    with ranks(tmp_path, size) as group:
-        outcomes = group.run(pass_messages, counts)
-    for rank in range(size):
-        assert outcomes[rank] == [values((rank - 1) % size, count, "int8").tobytes() for count in counts]
 
 
 def mixed(group: Group, seed: int) -> bytes:

@@ -45,14 +45,6 @@ def broadcast(group: Group, count: int, root: int) -> None:
     group.call("Broadcast", pointer(np.zeros(count, np.uint8)), count, root)
 
 
-def receive(group: Group, count: int, peer: int, tag: int) -> None:
-    group.call("Recv", pointer(np.zeros(count, np.uint8)), count, peer, tag)
-
-
-def send(group: Group, count: int, peer: int, tag: int) -> None:
-    group.call("Send", pointer(np.zeros(count, np.uint8)), count, peer, tag)
-
-
 def abort_later(group: Group) -> Any:
     threading.Timer(0.05, group.abort).start()
     return reduce_for_ever(group, 1 << 20)
@@ -131,15 +123,6 @@ def test_calls_that_do_not_match_are_an_error_on_every_rank(
     assert [outcome.fault for outcome in outcomes] == ["usage"] * 3
     assert all("rank 2 (pid" in outcome.message for outcome in outcomes)
     assert any(says in outcome.message for outcome in outcomes), outcomes[0].message
-
-
-def test_a_message_of_another_size_is_refused(tmp_path: Path) -> None:
-    with ranks(tmp_path, 2) as group:
-        group.start(0, send, 10, 1, 7)
-        assert group.result(0) is None
-        group.start(1, receive, 11, 0, 7)
-        failed = group.result(1)
-    assert failed.fault == "usage" and "sent 10 bytes with tag 7: want 11" in failed.message
 
 
 def cpu_of_waiting(group: Group) -> float:

@@ -1,0 +1,56 @@
+// Packets between two ranks, in order, without waiting: what a mailbox's messages are made of.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace baguarun::net {
+
+// The header of a packet; `bytes` of payload follow where the kind says so.
+struct Packet {
+  enum class Kind : uint32_t {
+    kEager,    // a whole message: `tag`, payload
+    kRequest,  // a message of `total` bytes with `tag` waits as `id`
+    kGrant,    // room for the message that waits as `id`
+    kData,     // payload of message `id` at `offset`
+    kCredit,   // `total` bytes of eager messages have been read
+  };
+  Kind kind = Kind::kEager;
+  uint32_t tag = 0;
+  uint64_t id = 0;
+  uint64_t bytes = 0;
+  uint64_t offset = 0;
+  uint64_t total = 0;
+};
+static_assert(sizeof(Packet) == 40);
+
+// Largest payload of any kind but kData.
+inline constexpr size_t kEagerBytes = 64 << 10;
+
+// What takes packets.
+class PacketSink {
+ public:
+  virtual ~PacketSink() = default;
+  // Any kind but kData. `payload` is the carrier's.
+  virtual void take(int from, const Packet& packet, const std::byte* payload) = 0;
+  // Where the payload of a kData packet goes.
+  virtual std::byte* room(int from, const Packet& packet) = 0;
+  // The payload is there.
+  virtual void filled(int from, const Packet& packet) = 0;
+};
+
+// Threads: one at a time.
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+  // Largest payload of a kData packet.
+  virtual size_t dataBytes() const = 0;
+  // Sends a packet; `payload` of kData must stay until isFlushed(). False: no room now, call again.
+  virtual bool send(const Packet& packet, const std::byte* payload) = 0;
+  // Whether every payload handed over may change again.
+  virtual bool isFlushed() = 0;
+  // Hands what has come to `sink`. False: nothing came. Throws Error where the peer is gone.
+  virtual bool receive(PacketSink& sink) = 0;
+};
+
+}  // namespace baguarun::net

@@ -1,0 +1,376 @@
+#include "net/mailbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace baguarun::net {
+
+struct Mailbox::Operation : Communicator::Message {
+  bool isDone() const override {
+    if (done.load(std::memory_order_acquire)) {
+      return true;
+    }
+    verdict->checkAtRest();
+    return done.load(std::memory_order_acquire);
+  }
+  int source() const override { return from.load(std::memory_order_relaxed); }
+
+  std::shared_ptr<const Verdict> verdict;
+  bool isSend = false;
+  std::byte* data = nullptr;  // only read where isSend
+  uint64_t bytes = 0;
+  int peer = 0;  // who it was asked for; kAnySource: anybody
+  uint32_t tag = 0;
+  uint64_t id = 0;
+  uint64_t moved = 0;
+  std::atomic<int> from{Communicator::kAnySource};
+  std::atomic<bool> done{false};
+};
+
+namespace {
+
+// Credit is given back in parcels, not for every message.
+constexpr uint64_t kCreditBytes = Mailbox::kMaxKeptBytes / 4;
+// Even an empty message costs memory where it is kept.
+constexpr uint64_t kKeepingBytes = 64;
+// Packets taken or sent per call, so that a busy peer does not keep the caller from the others.
+constexpr int kMaxPackets = 16;
+
+// Receivers tell messages apart by sender and number.
+uint64_t keyOf(int from, uint64_t id) { return static_cast<uint64_t>(from) << 40 | id; }
+
+void copyBytes(std::byte* to, const std::byte* from, uint64_t bytes) {
+  if (bytes > 0) {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+}  // namespace
+
+Mailbox::Mailbox(int rank, int size, std::shared_ptr<Verdict> verdict, Hooks hooks)
+    : rank_(rank),
+      verdict_(std::move(verdict)),
+      hooks_(std::move(hooks)),
+      lanes_(static_cast<size_t>(size)) {}
+
+std::shared_ptr<Communicator::Message> Mailbox::post(bool isSend, void* data, size_t bytes, int peer,
+                                                     uint32_t tag) {
+  const int first = isSend ? 0 : Communicator::kAnySource;
+  if (peer < first || peer >= static_cast<int>(lanes_.size())) {
+    throw Error(Fault::kUsage, "",
+                std::string(isSend ? "to=" : "from=") + std::to_string(peer) + ": want a rank below " +
+                    std::to_string(lanes_.size()));
+  }
+  auto operation = std::make_shared<Operation>();
+  operation->verdict = verdict_;
+  operation->isSend = isSend;
+  operation->data = static_cast<std::byte*>(data);
+  operation->bytes = bytes;
+  operation->peer = peer;
+  operation->tag = tag;
+  if (isSend) {
+    operation->from = rank_;
+  }
+  const std::lock_guard lock(mutex_);
+  posted_.push_back(operation);
+  ++numPending_;
+  hasPosted_.store(true);
+  return operation;
+}
+
+bool Mailbox::needs(int peer) const { return lanes_[static_cast<size_t>(peer)].numAwaited > 0; }
+
+bool Mailbox::progress() {
+  bool moved = false;
+  if (hasPosted_.load()) {
+    std::vector<Handle> posted;
+    {
+      const std::lock_guard lock(mutex_);
+      posted.swap(posted_);
+      hasPosted_.store(false);
+    }
+    for (const Handle& operation : posted) {
+      begin(operation);
+    }
+    moved = true;
+  }
+  for (int count = 0; count < kMaxPackets && hooks_.receive(*this); ++count) {
+    moved = true;
+  }
+  for (size_t i = 0; i < busyLanes_.size();) {
+    const int peer = busyLanes_[i];
+    Lane& lane = lanes_[static_cast<size_t>(peer)];
+    moved |= flush(peer, lane);
+    if (lane.outgoing.empty() && lane.unflushed.empty()) {
+      busyLanes_[i] = busyLanes_.back();
+      busyLanes_.pop_back();
+    } else {
+      ++i;
+    }
+  }
+  return moved;
+}
+
+void Mailbox::begin(const Handle& operation) {
+  if (operation->peer >= 0) {
+    ++lanes_[static_cast<size_t>(operation->peer)].numAwaited;
+  }
+  operation->isSend ? beginSend(operation) : beginReceive(operation);
+}
+
+void Mailbox::beginSend(const Handle& operation) {
+  if (operation->peer == rank_) {
+    arrive({.from = rank_,
+            .bytes = operation->bytes,
+            .isWaiting = false,
+            .id = 0,
+            .payload = {},
+            .ownSend = operation},
+           operation->tag, nullptr);
+    return;
+  }
+  Lane& lane = lanes_[static_cast<size_t>(operation->peer)];
+  const uint64_t cost = operation->bytes + kKeepingBytes;
+  Packet packet{.kind = Packet::Kind::kEager,
+                .tag = operation->tag,
+                .bytes = operation->bytes,
+                .total = operation->bytes};
+  if (operation->bytes <= kEagerBytes && lane.eagerBytes + cost <= kMaxKeptBytes) {
+    lane.eagerBytes += cost;
+  } else {
+    operation->id = ++numSends_;
+    sends_[operation->id] = operation;
+    packet.kind = Packet::Kind::kRequest;
+    packet.id = operation->id;
+    packet.bytes = 0;
+  }
+  lane.outgoing.push_back({.packet = packet, .operation = operation});
+  if (std::ranges::find(busyLanes_, operation->peer) == busyLanes_.end()) {
+    busyLanes_.push_back(operation->peer);
+  }
+}
+
+void Mailbox::beginReceive(const Handle& operation) {
+  Tag& tag = tags_[operation->tag];
+  const auto found = std::ranges::find_if(tag.arrived, [&](const Arrival& arrival) {
+    return operation->peer == Communicator::kAnySource || operation->peer == arrival.from;
+  });
+  if (found == tag.arrived.end()) {
+    tag.posted.push_back(operation);
+    return;
+  }
+  Arrival arrival = std::move(*found);
+  tag.arrived.erase(found);
+  if (tag.arrived.empty() && tag.posted.empty()) {
+    tags_.erase(operation->tag);
+  }
+  deliver(operation, arrival, arrival.payload.data());
+  if (!arrival.isWaiting && arrival.from != rank_) {
+    credit(arrival.from, arrival.bytes);
+  }
+}
+
+// A message has come, or word of it: to whoever waits for it first, or kept.
+void Mailbox::arrive(Arrival arrival, uint32_t tagNumber, const std::byte* payload) {
+  Tag& tag = tags_[tagNumber];
+  const auto found = std::ranges::find_if(tag.posted, [&](const Handle& receive) {
+    return receive->peer == Communicator::kAnySource || receive->peer == arrival.from;
+  });
+  if (found == tag.posted.end()) {
+    if (payload != nullptr) {
+      arrival.payload.assign(payload, payload + arrival.bytes);
+    }
+    tag.arrived.push_back(std::move(arrival));
+    return;
+  }
+  const Handle receive = *found;
+  tag.posted.erase(found);
+  if (tag.arrived.empty() && tag.posted.empty()) {
+    tags_.erase(tagNumber);
+  }
+  deliver(receive, arrival, payload);
+  if (!arrival.isWaiting && arrival.from != rank_) {
+    credit(arrival.from, arrival.bytes);
+  }
+}
+
+void Mailbox::deliver(const Handle& receive, Arrival& arrival, const std::byte* payload) {
+  if (arrival.bytes != receive->bytes) {
+    throw Error(Fault::kUsage, hooks_.name(arrival.from),
+                "sent a message of " + std::to_string(arrival.bytes) + " bytes with tag " +
+                    std::to_string(receive->tag) + " to " + hooks_.name(rank_) + ", which wants " +
+                    std::to_string(receive->bytes));
+  }
+  receive->from = arrival.from;
+  if (arrival.ownSend != nullptr) {
+    copyBytes(receive->data, arrival.ownSend->data, arrival.bytes);
+    finish(arrival.ownSend);
+    finish(receive);
+  } else if (arrival.isWaiting) {
+    receive->id = arrival.id;
+    receives_[keyOf(arrival.from, arrival.id)] = receive;
+    Lane& lane = lanes_[static_cast<size_t>(arrival.from)];
+    lane.outgoing.push_back(
+        {.packet = {.kind = Packet::Kind::kGrant, .id = arrival.id}, .operation = nullptr});
+    if (std::ranges::find(busyLanes_, arrival.from) == busyLanes_.end()) {
+      busyLanes_.push_back(arrival.from);
+    }
+    // An empty message that had to ask has nothing to follow.
+    if (arrival.bytes == 0) {
+      receives_.erase(keyOf(arrival.from, arrival.id));
+      finish(receive);
+    }
+  } else {
+    copyBytes(receive->data, payload, arrival.bytes);
+    finish(receive);
+  }
+}
+
+void Mailbox::credit(int from, uint64_t bytes) {
+  Lane& lane = lanes_[static_cast<size_t>(from)];
+  lane.readBytes += bytes + kKeepingBytes;
+  if (lane.readBytes < kCreditBytes) {
+    return;
+  }
+  lane.outgoing.push_back(
+      {.packet = {.kind = Packet::Kind::kCredit, .total = std::exchange(lane.readBytes, 0)},
+       .operation = nullptr});
+  if (std::ranges::find(busyLanes_, from) == busyLanes_.end()) {
+    busyLanes_.push_back(from);
+  }
+}
+
+void Mailbox::finish(const Handle& operation) {
+  if (operation->peer >= 0) {
+    --lanes_[static_cast<size_t>(operation->peer)].numAwaited;
+  }
+  --numPending_;
+  operation->done.store(true, std::memory_order_release);
+}
+
+// Sends what is queued for `peer` as far as there is room.
+bool Mailbox::flush(int peer, Lane& lane) {
+  Carrier* const carrier = hooks_.carrierTo(peer);
+  if (carrier == nullptr) {
+    return false;
+  }
+  bool moved = false;
+  for (int count = 0; count < kMaxPackets && !lane.outgoing.empty(); ++count) {
+    if (!sendNext(*carrier, lane.outgoing.front(), lane)) {
+      break;
+    }
+    moved = true;
+  }
+  if (!lane.unflushed.empty() && carrier->isFlushed()) {
+    for (const Handle& operation : lane.unflushed) {
+      finish(operation);
+    }
+    lane.unflushed.clear();
+    moved = true;
+  }
+  return moved;
+}
+
+bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
+  const Handle operation = next.operation;
+  Packet packet = next.packet;
+  if (packet.kind == Packet::Kind::kData) {
+    packet.offset = operation->moved;
+    packet.bytes = std::min<uint64_t>(operation->bytes - operation->moved, carrier.dataBytes());
+  }
+  if (!carrier.send(packet, operation == nullptr ? nullptr : operation->data + packet.offset)) {
+    return false;
+  }
+  switch (packet.kind) {
+    case Packet::Kind::kEager:
+      lane.outgoing.pop_front();
+      finish(operation);
+      break;
+    case Packet::Kind::kData:
+      operation->moved += packet.bytes;
+      if (operation->moved == operation->bytes) {
+        lane.outgoing.pop_front();
+        lane.unflushed.push_back(operation);
+      }
+      break;
+    case Packet::Kind::kRequest:
+    case Packet::Kind::kGrant:
+    case Packet::Kind::kCredit:
+      lane.outgoing.pop_front();
+      break;
+  }
+  return true;
+}
+
+void Mailbox::take(int from, const Packet& packet, const std::byte* payload) {
+  switch (packet.kind) {
+    case Packet::Kind::kEager:
+      arrive({.from = from,
+              .bytes = packet.bytes,
+              .isWaiting = false,
+              .id = 0,
+              .payload = {},
+              .ownSend = nullptr},
+             packet.tag, payload);
+      return;
+    case Packet::Kind::kRequest:
+      arrive({.from = from,
+              .bytes = packet.total,
+              .isWaiting = true,
+              .id = packet.id,
+              .payload = {},
+              .ownSend = nullptr},
+             packet.tag, nullptr);
+      return;
+    case Packet::Kind::kGrant: {
+      const auto found = sends_.find(packet.id);
+      if (found == sends_.end() || found->second->peer != from) {
+        throw Error(Fault::kRemote, hooks_.name(from), "granted a message that nobody sends it");
+      }
+      const Handle send = found->second;
+      sends_.erase(found);
+      if (send->bytes == 0) {
+        finish(send);
+        return;
+      }
+      lanes_[static_cast<size_t>(from)].outgoing.push_back(
+          {.packet = {.kind = Packet::Kind::kData, .id = packet.id}, .operation = send});
+      if (std::ranges::find(busyLanes_, from) == busyLanes_.end()) {
+        busyLanes_.push_back(from);
+      }
+      return;
+    }
+    case Packet::Kind::kCredit: {
+      uint64_t& used = lanes_[static_cast<size_t>(from)].eagerBytes;
+      used -= std::min(used, packet.total);
+      return;
+    }
+    case Packet::Kind::kData:
+      break;
+  }
+  throw Error(Fault::kRemote, hooks_.name(from), "sent a packet that means nothing");
+}
+
+std::byte* Mailbox::room(int from, const Packet& packet) {
+  const auto found = receives_.find(keyOf(from, packet.id));
+  const bool fits = found != receives_.end() && packet.offset == found->second->moved &&
+                    packet.bytes <= found->second->bytes - packet.offset;
+  if (!fits) {
+    throw Error(Fault::kRemote, hooks_.name(from), "sent a part of a message that nobody wants");
+  }
+  return found->second->data + packet.offset;
+}
+
+void Mailbox::filled(int from, const Packet& packet) {
+  const auto found = receives_.find(keyOf(from, packet.id));
+  const Handle receive = found->second;
+  receive->moved += packet.bytes;
+  if (receive->moved == receive->bytes) {
+    receives_.erase(found);
+    finish(receive);
+  }
+}
+
+}  // namespace baguarun::net

@@ -1,0 +1,109 @@
+// Messages between ranks, matched by tag.
+//
+// A message of up to 64 KiB goes at once and is kept by the receiver until somebody wants it; a larger one
+// asks first and goes when there is room for it, and so does a small one while the receiver keeps more than
+// kMaxKeptBytes of this sender's: what nobody wants yet never fills anybody's memory. Messages of one sender
+// and tag are matched in the order in which they were sent; a receive from anybody takes what came first.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "net/carrier.h"
+#include "net/communicator.h"
+#include "net/verdict.h"
+
+namespace baguarun::net {
+
+// Threads: post() any; all else one at a time.
+class Mailbox : private PacketSink {
+ public:
+  static constexpr uint64_t kMaxKeptBytes = 1 << 20;
+
+  struct Hooks {
+    // The way to a rank, made where there is none yet; nullptr while it is being made.
+    std::function<Carrier*(int rank)> carrierTo;
+    // Hands what has come from anybody to the sink; false: nothing.
+    std::function<bool(PacketSink& sink)> receive;
+    // A rank's name in errors.
+    std::function<std::string(int rank)> name;
+  };
+
+  Mailbox(int rank, int size, std::shared_ptr<Verdict> verdict, Hooks hooks);
+
+  std::shared_ptr<Communicator::Message> post(bool isSend, void* data, size_t bytes, int peer, uint32_t tag);
+
+  // Moves what can be moved now. False: nothing. Throws Error.
+  bool progress();
+
+  // Whether messages of this rank are under way.
+  bool hasPending() const noexcept { return numPending_.load() > 0; }
+  // Whether something of `peer`, or for it, is awaited.
+  bool needs(int peer) const;
+
+ private:
+  struct Operation;
+  using Handle = std::shared_ptr<Operation>;
+
+  // A message that came before anybody wanted it.
+  struct Arrival {
+    int from;
+    uint64_t bytes;
+    bool isWaiting;  // with its sender, as `id`
+    uint64_t id;
+    std::vector<std::byte> payload;
+    Handle ownSend;  // where this rank is the sender
+  };
+  struct Tag {
+    std::deque<Handle> posted;
+    std::deque<Arrival> arrived;
+  };
+  // Something for a peer. `operation` is set where its buffer is in use.
+  struct Outgoing {
+    Packet packet;
+    Handle operation;
+  };
+  struct Lane {
+    std::deque<Outgoing> outgoing;
+    std::vector<Handle> unflushed;
+    uint64_t eagerBytes = 0;  // sent and not yet credited
+    uint64_t readBytes = 0;   // of its eager messages, not yet credited
+    size_t numAwaited = 0;
+  };
+
+  void take(int from, const Packet& packet, const std::byte* payload) override;
+  std::byte* room(int from, const Packet& packet) override;
+  void filled(int from, const Packet& packet) override;
+
+  void begin(const Handle& operation);
+  void beginSend(const Handle& operation);
+  void beginReceive(const Handle& operation);
+  void arrive(Arrival arrival, uint32_t tag, const std::byte* payload);
+  void deliver(const Handle& receive, Arrival& arrival, const std::byte* payload);
+  void credit(int from, uint64_t bytes);
+  void finish(const Handle& operation);
+  bool flush(int peer, Lane& lane);
+  bool sendNext(Carrier& carrier, Outgoing& next, Lane& lane);
+
+  const int rank_;
+  const std::shared_ptr<Verdict> verdict_;
+  const Hooks hooks_;
+  std::vector<Lane> lanes_;
+  std::vector<int> busyLanes_;
+  std::unordered_map<uint32_t, Tag> tags_;
+  std::unordered_map<uint64_t, Handle> sends_;     // that wait for their grant
+  std::unordered_map<uint64_t, Handle> receives_;  // whose payload comes in pieces
+  uint64_t numSends_ = 0;
+  std::atomic<size_t> numPending_{0};
+
+  std::mutex mutex_;
+  std::vector<Handle> posted_;
+  std::atomic<bool> hasPosted_{false};
+};
+
+}  // namespace baguarun::net

@@ -1,0 +1,230 @@
+"""Messages between ranks: tags in any order, unexpected ones, from anybody, to oneself, among collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.net.communicator_peer import ANY, Member, members
+from tests.net.shm_peer import Failed, pointer
+
+# On one host, with a host each, and two and one.
+LAYOUTS = [("a", "a"), ("a", "b"), ("a", "a", "b")]
+layouts = pytest.mark.parametrize("hosts", LAYOUTS, ids="-".join)
+
+
+def letter(sender: int, tag: int, count: int) -> np.ndarray:
+    return np.random.default_rng(1000 * sender + tag).integers(0, 255, count, dtype=np.uint8)
+
+
+def exchange(member: Member, counts: Sequence[int]) -> None:
+    """Everybody sends everybody, itself too, one message per tag; receives are posted in another order."""
+    sent = [
+        member.send(letter(member.rank, tag, count), peer, tag)
+        for peer in range(member.size)
+        for tag, count in enumerate(counts)
+    ]
+    received = {
+        (peer, tag): member.recv(np.zeros(counts[tag], np.uint8), peer, tag)
+        for tag in reversed(range(len(counts)))
+        for peer in range(member.size)
+    }
+    member.wait(*sent, *received.values())
+    for (peer, tag), message in received.items():
+        assert np.array_equal(message.data, letter(peer, tag, counts[tag])), (peer, tag)
+        assert message.source() == peer
+
+
+@layouts
+def test_messages_of_all_sizes_are_matched_by_tag_in_any_order(tmp_path: Path, hosts: Sequence[str]) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        counts = [0, 1, 65_535, 65_536, 65_537, 3_000_001, 7]
+        assert group.run(exchange, counts) == [None] * len(hosts)
+
+
+def send_one_tag(member: Member, counts: Sequence[int]) -> None:
+    if member.rank == 0:
+        member.wait(*[member.send(letter(0, tag, count), 1, 5) for tag, count in enumerate(counts)])
+    elif member.rank == 1:
+        received = [member.recv(np.zeros(count, np.uint8), 0, 5) for count in counts]
+        member.wait(*received)
+        for tag, message in enumerate(received):
+            assert np.array_equal(message.data, letter(0, tag, counts[tag]))
+
+
+@layouts
+def test_messages_of_one_tag_keep_their_order(tmp_path: Path, hosts: Sequence[str]) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        counts = [100, 200_000, 1, 0, 70_000, 0, 65_536] * 4
+        assert group.run(send_one_tag, counts) == [None] * len(hosts)
+
+
+def flood(member: Member, count: int, each: int) -> None:
+    """Many unexpected messages before the one that is wanted."""
+    if member.rank == 0:
+        messages = [member.send(letter(0, tag, each), 1, tag) for tag in range(count)]
+        messages.append(member.send(letter(0, count, each), 1, count))
+        member.wait(*messages)
+    elif member.rank == 1:
+        for tag in reversed(range(count + 1)):
+            message = member.recv(np.zeros(each, np.uint8), 0, tag)
+            member.wait(message)
+            assert np.array_equal(message.data, letter(0, tag, each))
+
+
+@layouts
+def test_more_unexpected_messages_than_are_kept_do_not_hold_up_the_wanted_one(
+    tmp_path: Path, hosts: Sequence[str]
+) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        assert group.run(flood, 60, 60_000) == [None] * len(hosts)
+
+
+def receive_from_anybody(member: Member, count: int) -> list[int]:
+    if member.rank > 0:
+        member.wait(*[member.send(letter(member.rank, 3, count), 0, 3) for _ in range(2)])
+        return []
+    sources = []
+    for _ in range(2 * (member.size - 1)):
+        message = member.recv(np.zeros(count, np.uint8), ANY, 3)
+        member.wait(message)
+        assert np.array_equal(message.data, letter(message.source(), 3, count))
+        sources.append(message.source())
+    return sorted(sources)
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+@pytest.mark.parametrize("hosts", ["aaa", "abc", "aab"])
+def test_a_receive_from_anybody_says_who_it_came_from(tmp_path: Path, hosts: str, count: int) -> None:
+    with members(tmp_path, 3, list(hosts)) as group:
+        assert group.run(receive_from_anybody, count)[0] == [1, 1, 2, 2]
+
+
+def send_and_reduce(member: Member, count: int) -> None:
+    """The send is complete only once the other side has left its collective, which needs this rank's."""
+    peer = 1 - member.rank
+    if member.rank > 1:
+        member.all_reduce(np.ones(10, np.float32))
+        return
+    if member.rank == 0:
+        message = member.send(letter(0, 0, count), peer)
+        member.all_reduce(np.ones(10, np.float32))
+        member.wait(message)
+    else:
+        message = member.recv(np.zeros(count, np.uint8), peer)
+        time.sleep(0.2)
+        member.all_reduce(np.ones(10, np.float32))
+        member.wait(message)
+        assert np.array_equal(message.data, letter(0, 0, count))
+
+
+@layouts
+@pytest.mark.parametrize("count", [10, 5_000_000])
+def test_messages_move_while_a_rank_is_in_a_collective(
+    tmp_path: Path, hosts: Sequence[str], count: int
+) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        assert group.run(send_and_reduce, count) == [None] * len(hosts)
+
+
+def collective_after_the_message(member: Member, count: int) -> None:
+    """Rank 0 waits for its message before the collective that rank 1 already waits in."""
+    if member.rank == 0:
+        time.sleep(0.2)
+        member.wait(member.send(letter(0, 0, count), 1))
+    elif member.rank == 1:
+        message = member.recv(np.zeros(count, np.uint8), 0)
+    member.call("Barrier")
+    if member.rank == 1:
+        member.wait(message)
+        assert np.array_equal(message.data, letter(0, 0, count))
+
+
+@layouts
+def test_a_collective_moves_the_messages_that_others_wait_for(tmp_path: Path, hosts: Sequence[str]) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        assert group.run(collective_after_the_message, 3_000_000) == [None] * len(hosts)
+
+
+def send_two_sizes(member: Member, sent: int, wanted: int) -> str:
+    try:
+        if member.rank == 0:
+            message = member.send(np.zeros(sent, np.uint8), 1, 9)
+        else:
+            message = member.recv(np.zeros(wanted, np.uint8), 0, 9)
+        member.wait(message)
+        member.barrier()
+        return "nothing"
+    except Failed as failed:
+        return f"{failed.fault}: {failed.message}"
+
+
+@pytest.mark.parametrize(("sent", "wanted"), [(10, 11), (100_000, 0)])
+@pytest.mark.parametrize("hosts", LAYOUTS[:2], ids="-".join)
+def test_a_message_of_another_size_is_an_error_on_both_sides(
+    tmp_path: Path, hosts: Sequence[str], sent: int, wanted: int
+) -> None:
+    with members(tmp_path, 2, hosts) as group:
+        for outcome in group.run(send_two_sizes, sent, wanted):
+            assert outcome.startswith("usage: rank 0 ("), outcome
+            assert f"sent a message of {sent} bytes with tag 9 to rank 1" in outcome
+            assert f"which wants {wanted}" in outcome
+
+
+def post_from_threads(member: Member, count: int) -> None:
+    """Other threads post while this one drives, sleeping between."""
+    messages = []
+    lock = threading.Lock()
+
+    def post(tag: int) -> None:
+        time.sleep(0.01 * tag)
+        peer = 1 - member.rank
+        posted = [member.send(letter(member.rank, tag, count), peer, tag)]
+        posted.append(member.recv(np.zeros(count, np.uint8), peer, tag))
+        with lock:
+            messages.extend(posted)
+        member.library.baguaWake(member.handle)
+
+    threads = [threading.Thread(target=post, args=(tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(messages) < 8 or not all(message.is_done() for message in messages):
+        if not member.progress():
+            member.sleep(30)
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS[:2], ids="-".join)
+def test_other_threads_may_post_and_wake_the_one_that_sleeps(tmp_path: Path, hosts: Sequence[str]) -> None:
+    with members(tmp_path, 2, hosts) as group:
+        assert group.run(post_from_threads, 100_000) == [None] * 2
+
+
+def call_wrongly(member: Member) -> list[str]:
+    outcomes = []
+    for peer in (-2, 2):
+        for post in (member.send, member.recv):
+            try:
+                post(np.zeros(1, np.uint8), peer)
+            except Failed as failed:
+                outcomes.append(failed.message)
+    try:
+        member.call("Broadcast", pointer(np.zeros(1, np.uint8)), 1, 2)
+    except Failed as failed:
+        outcomes.append(failed.message)
+    member.barrier()
+    return outcomes
+
+
+def test_a_rank_that_is_none_is_refused_and_breaks_nothing(tmp_path: Path) -> None:
+    with members(tmp_path, 2) as group:
+        wrong = ["to=-2: want", "from=-2: want", "to=2: want", "from=2: want", "root=2: want"]
+        for outcomes in group.run(call_wrongly):
+            assert len(outcomes) == 5
+            assert all(want in outcome for want, outcome in zip(wrong, outcomes, strict=True))
