@@ -1,6 +1,7 @@
 #include "net/connector.h"
 
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -12,6 +13,7 @@ namespace baguarun::net {
 
 Connector::Connector(Target target, const Env& env)
     : env_(env),
+      ownerPid_(getpid()),
       target_([&] {
         if (target.peer.empty()) {
           target.peer = target.address.toString();
@@ -23,6 +25,14 @@ Connector::Connector(Target target, const Env& env)
       streams_(1) {
   fillRandom(linkId_);
   open(0);
+}
+
+Connector::~Connector() {
+  if (getpid() == ownerPid_) {
+    for (const Stream& stream : streams_) {
+      shutdown(stream.fd.get(), SHUT_RDWR);
+    }
+  }
 }
 
 void Connector::fail(Fault fault, const std::string& message) const {

@@ -1,6 +1,8 @@
 // The connecting side of a link: a state machine that never blocks.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -25,6 +27,10 @@ class Connector {
  public:
   // Starts connecting. Throws Error as poll().
   Connector(Target target, const Env& env);
+  // Gives up where there is no link yet, and the other side sees it. After fork() the child may do it without
+  // harm to the parent's.
+  ~Connector();
+  Connector(Connector&&) = default;
 
   // The link once the other side has welcomed all streams; nullptr before. Throws Error: kRemote when nobody
   // listens there or the other side turned us away, kTimeout after env.connectTimeout.
@@ -51,6 +57,7 @@ class Connector {
   [[noreturn]] void fail(Fault fault, const std::string& message) const;
 
   const Env env_;
+  const pid_t ownerPid_;
   const Target target_;
   const Clock::time_point deadline_;
   Nonce linkId_;

@@ -1,6 +1,7 @@
 #include "net/listener.h"
 
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -36,6 +37,12 @@ bool sendWhole(int fd, const std::array<uint8_t, kSize>& message) {
   return send(fd, message.data(), kSize, MSG_NOSIGNAL | MSG_DONTWAIT) == static_cast<ssize_t>(kSize);
 }
 
+void shutDown(const std::vector<Fd>& streams) {
+  for (const Fd& stream : streams) {
+    shutdown(stream.get(), SHUT_RDWR);
+  }
+}
+
 // The connection was already gone when it was taken: not our trouble.
 bool isPeersFault(int error) {
   switch (error) {
@@ -58,9 +65,23 @@ bool isPeersFault(int error) {
 }  // namespace
 
 Listener::Listener(const Address& address, const Env& env)
-    : env_(env), fd_(listenOn(address)), address_(localAddress(fd_.get())) {
+    : env_(env), ownerPid_(getpid()), fd_(listenOn(address)), address_(localAddress(fd_.get())) {
   fillRandom(nonce_);
   epoll_.add(fd_.get(), EPOLLIN, static_cast<uint64_t>(fd_.get()));
+}
+
+Listener::~Listener() {
+  if (getpid() != ownerPid_) {
+    return;
+  }
+  // A forked child may hold these descriptors too: closing ours alone would leave peers waiting.
+  shutdown(fd_.get(), SHUT_RDWR);
+  for (const auto& [number, stranger] : strangers_) {
+    shutdown(number, SHUT_RDWR);
+  }
+  for (const auto& [linkId, assembly] : assemblies_) {
+    shutDown(assembly.streams);
+  }
 }
 
 std::optional<Listener::Accepted> Listener::accept() {
@@ -91,14 +112,22 @@ void Listener::acceptStrangers() {
     }
     if (strangers_.size() >= kMaxStrangers) {
       // Members say their hello at once; whoever has been silent longest is the least likely to be one.
-      strangers_.erase(
-          std::ranges::min_element(strangers_, {}, [](const auto& entry) { return entry.second.deadline; }));
+      drop(std::ranges::min_element(strangers_, {}, [](const auto& entry) { return entry.second.deadline; }));
     }
     const int number = fd.get();
     epoll_.add(number, EPOLLIN | EPOLLRDHUP, static_cast<uint64_t>(number));
     strangers_[number] = {
         .fd = std::move(fd), .hello = {}, .received = 0, .deadline = Clock::now() + env_.helloTimeout};
   }
+}
+
+// Closing our descriptor is not enough: where a forked child has it too, the connection would live on, and so
+// would our watch on it.
+Listener::Strangers::iterator Listener::drop(Strangers::iterator stranger) {
+  const int fd = stranger->first;
+  epoll_.remove(fd);
+  shutdown(fd, SHUT_RDWR);
+  return strangers_.erase(stranger);
 }
 
 void Listener::listenTo(int fd) {
@@ -110,7 +139,7 @@ void Listener::listenTo(int fd) {
     return;
   }
   if (count <= 0) {
-    strangers_.erase(found);
+    drop(found);
     return;
   }
   stranger.received += static_cast<size_t>(count);
@@ -120,10 +149,10 @@ void Listener::listenTo(int fd) {
       return;
     case HelloVerdict::kOtherVersion:
       sendWhole(fd, encodeVersionRefusal());
-      strangers_.erase(found);
+      drop(found);
       return;
     case HelloVerdict::kStranger:
-      strangers_.erase(found);
+      drop(found);
       return;
     case HelloVerdict::kWelcome: {
       epoll_.remove(fd);
@@ -148,11 +177,13 @@ void Listener::admit(Stranger stranger, const Hello& hello) {
   }
   const auto found = assemblies_.find(hello.linkId);
   if (found == assemblies_.end()) {
+    shutdown(stranger.fd.get(), SHUT_RDWR);
     return;
   }
   Assembly& assembly = found->second;
   if (hello.stream >= assembly.streams.size() || assembly.streams[hello.stream] ||
       !sendWhole(stranger.fd.get(), encodeWelcome(stranger.hello, assembly.agreed, env_.secret))) {
+    shutdown(stranger.fd.get(), SHUT_RDWR);
     return;
   }
   assembly.streams[hello.stream] = std::move(stranger.fd);
@@ -164,8 +195,16 @@ void Listener::dropOverdue() {
     return;
   }
   const auto now = Clock::now();
-  std::erase_if(strangers_, [&](const auto& entry) { return entry.second.deadline <= now; });
-  std::erase_if(assemblies_, [&](const auto& entry) { return entry.second.deadline <= now; });
+  for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
+    stranger = stranger->second.deadline <= now ? drop(stranger) : std::next(stranger);
+  }
+  std::erase_if(assemblies_, [&](const auto& entry) {
+    const bool isOverdue = entry.second.deadline <= now;
+    if (isOverdue) {
+      shutDown(entry.second.streams);
+    }
+    return isOverdue;
+  });
 }
 
 std::optional<Listener::Accepted> Listener::takeComplete() {

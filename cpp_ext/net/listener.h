@@ -5,6 +5,8 @@
 // and so is what each of them may occupy: a descriptor and 96 bytes for `helloTimeout`.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -27,6 +29,9 @@ class Listener {
 
   // Listens on `address`; port 0 takes a free one. Throws Error(kSystem): no such address here, port taken.
   Listener(const Address& address, const Env& env);
+  // Turns away who is on the way in. After fork() the child may do it without harm to the parent's.
+  ~Listener();
+  Listener(Listener&&) = default;
 
   // With the port that was taken.
   const Address& address() const noexcept { return address_; }
@@ -56,18 +61,22 @@ class Listener {
     Clock::time_point deadline;
   };
 
+  using Strangers = std::map<int, Stranger>;  // by descriptor
+
   void acceptStrangers();
   void listenTo(int fd);
+  Strangers::iterator drop(Strangers::iterator stranger);
   void admit(Stranger stranger, const Hello& hello);
   void dropOverdue();
   std::optional<Accepted> takeComplete();
 
   const Env env_;
+  const pid_t ownerPid_;
   Fd fd_;
   Address address_;
   Nonce nonce_;
   Epoll epoll_;
-  std::map<int, Stranger> strangers_;  // by descriptor
+  Strangers strangers_;
   std::map<Nonce, Assembly> assemblies_;
 };
 

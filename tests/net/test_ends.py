@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
-from collections.abc import Callable
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +18,7 @@ import pytest
 from tests.net import vtable
 from tests.net.conftest import Plug
 from tests.net.peer import Peer
+from tests.net.test_connect import ADDRESS_AT, endpoint
 from tests.net.test_messages import noise, post
 from tests.net.vtable import Net, NetFailure, Request, finish, join, until
 
@@ -158,23 +164,30 @@ def test_a_frozen_receiver_is_waited_for_beyond_the_peer_timeout(plug: Plug, lib
     net.close_send(send)
 
 
-def test_a_forked_child_that_lives_on_does_not_keep_the_connection_open(plug: Plug) -> None:
-    sender, receiver = plug(), plug()
-    send, recv = join(sender, receiver)
+@contextmanager
+def forked_child() -> Iterator[None]:
+    """A child that has all of our descriptors and does nothing, such as a data loader's worker."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(writing)
         os.read(reading, 1)
         os._exit(0)
     try:
+        yield
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+        os.close(reading)
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_connection_open(plug: Plug) -> None:
+    sender, receiver = plug(), plug()
+    send, recv = join(sender, receiver)
+    with forked_child():
         sender.close_send(send)
         with pytest.raises(NetFailure, match="closed the connection"):
             finish((receiver, post(receiver.irecv(recv, np.zeros(10, np.uint8)))))
-    finally:
-        os.write(writing, b"x")
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
     receiver.close_recv(recv)
 
 
@@ -192,3 +205,64 @@ def test_a_forked_child_may_clean_up_without_harm_to_its_parent(plug: Plug) -> N
     assert np.array_equal(room, data)
     sender.close_send(send)
     receiver.close_recv(recv)
+
+
+def test_a_forked_child_that_lives_on_keeps_no_port_and_nobody_waiting_on_it(plug: Plug) -> None:
+    sender, receiver = plug(), plug()
+    handle, listener = receiver.listen()
+    before = ctypes.create_string_buffer(handle.raw, len(handle))
+    for _ in range(20):
+        assert sender.connect(before) is None
+    with forked_child():
+        receiver.close_listen(listener)
+        with pytest.raises(NetFailure) as caught:
+            until(lambda: sender.connect(before), patience_s=20)
+        assert caught.value.code == vtable.REMOTE_ERROR
+        with pytest.raises(NetFailure, match="nobody listens there"):
+            until(lambda: sender.connect(handle), patience_s=20)
+
+
+def test_a_stranger_is_hung_up_on_though_a_forked_child_lives_on(plug: Plug) -> None:
+    net = plug()
+    handle, listener = net.listen()
+    with socket.create_connection(endpoint(handle)) as stranger:
+        stranger.settimeout(30)
+        stranger.send(b"BAG")
+        assert net.accept(listener) is None
+        with forked_child():
+            stranger.send(b" OF NONSENSE")
+            until(lambda: net.accept(listener) or select.select([stranger], [], [], 0)[0])
+            assert stranger.recv(1) == b""
+    net.close_listen(listener)
+
+
+def test_the_accepting_side_learns_that_the_other_gave_up_though_a_forked_child_lives_on(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    net = Net(library)
+    handle, listener = net.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        struct.pack_into("!H", handle, ADDRESS_AT + 2, server.getsockname()[1])
+        assert net.connect(handle) is None
+        with server.accept()[0] as accepted, forked_child():
+            accepted.settimeout(30)
+            until(lambda: net.connect(handle) or select.select([accepted], [], [], 0)[0])
+            assert accepted.recv(8) == b"BAGUANET"
+            net.finalize()
+            while accepted.recv(1000):
+                pass
+    net.close_listen(listener)
+
+
+def test_the_receiver_may_close_first_and_the_sender_closes_in_order(plug: Plug) -> None:
+    sender, receiver = plug(), plug()
+    before = descriptors()
+    for _ in range(5):
+        send, recv = join(sender, receiver)
+        data, room = noise(1, 1000), np.zeros(1000, np.uint8)
+        finish((receiver, post(receiver.irecv(recv, room))), (sender, post(sender.isend(send, data))))
+        receiver.close_recv(recv)
+        sender.close_send(send)
+    assert sender.log[1:] == receiver.log[1:] == [], "nobody complains"
+    assert descriptors() == before
