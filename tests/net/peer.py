@@ -3,7 +3,8 @@
     python -m tests.net.peer LIBRARY listen|connect send|recv SIZE [HANDLE]
 
 It listens and prints the handle, or connects to HANDLE; then it sends or receives messages of SIZE bytes for
-ever, one line per message, and "error CODE TEXT" at last. `idle` instead of send or recv does nothing at all.
+ever, one line per message, and "error CODE TEXT" at last. `idle` instead of send or recv does nothing at all;
+`tell` and `check` move one message of each of SIZES that both sides know, twice, in order, and print "whole".
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
-from tests.net.vtable import HANDLE_BYTES, Net, NetFailure, finish, until
+from tests.net.vtable import HANDLE_BYTES, Net, NetFailure, Request, finish, until
 
 ROOT = Path(__file__).parents[2]
+
+# 0, 1, and what lies around a header, the smallest and the largest chunk, and some chunks.
+SIZES = [0, 1, *(edge + step for edge in (24, 4096, 131072, 1 << 20, 3 << 20) for step in (-1, 0, 1))]
+_IN_FLIGHT = 8
 
 
 class Peer:
@@ -64,6 +70,31 @@ class Peer:
         return ctypes.create_string_buffer(bytes.fromhex(self.line()), HANDLE_BYTES)
 
 
+def converse(net: Net, comm: int, task: str) -> None:
+    """Sends or receives the agreed messages, some in flight; closes and ends in order."""
+    random = Random(1)
+    requests: list[tuple[Request, bytes]] = []
+    for size in SIZES * 2:
+        text = random.randbytes(size)
+        if task == "tell":
+            request = net.isend(comm, ctypes.create_string_buffer(text, max(size, 1)), size)
+        else:
+            request = net.irecv(comm, ctypes.create_string_buffer(size + 1))
+        assert request is not None
+        requests.append((request, text))
+        if len(requests) == _IN_FLIGHT:
+            settle(net, *requests.pop(0))
+    for request, text in requests:
+        settle(net, request, text)
+    (net.close_send if task == "tell" else net.close_recv)(comm)
+    net.finalize()
+
+
+def settle(net: Net, request: Request, text: bytes) -> None:
+    assert finish((net, request)) == [len(text)]
+    assert request.buffer.raw[: len(text)] == text
+
+
 def main(words: list[str]) -> None:
     library, role, task, size = Path(words[0]), words[1], words[2], int(words[3])
     net = Net(library)
@@ -78,6 +109,10 @@ def main(words: list[str]) -> None:
     room = ctypes.create_string_buffer(os.urandom(max(size, 1)), max(size, 1))
     if task == "idle":
         time.sleep(3600)
+    if task in ("tell", "check"):
+        converse(net, comm, task)
+        print("whole", flush=True)
+        return
     try:
         while True:
             request = net.isend(comm, room, size) if task == "send" else net.irecv(comm, room, size)

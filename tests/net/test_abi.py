@@ -63,6 +63,12 @@ def test_properties_have_the_size_and_the_values_that_nccl_expects(plug: Plug, v
         assert (properties.railId, properties.planeId) == (-1, -1)
 
 
+def test_what_later_versions_added_lies_where_nccl_looks_for_it() -> None:
+    v11, v12 = vtable.PROPERTIES[11], vtable.PROPERTIES[12]
+    assert (v11.maxP2pBytes.offset, v11.maxMultiRequestSize.offset) == (88, 104)
+    assert (v12.maxP2pBytes.offset, v12.railId.offset) == (104, 124)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_properties_write_no_byte_behind_their_version(plug: Plug, version: int) -> None:
     net = plug(version)

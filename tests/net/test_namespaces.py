@@ -23,19 +23,16 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def sysctl(host: str, path: str, value: str) -> None:
-    command = f"echo {value} > /proc/sys/net/{path}"
-    subprocess.run(["ip", "netns", "exec", host, "sh", "-c", command], check=True)
-
-
 def cable(number: int) -> None:
-    """NIC n1-nic<number> on both hosts, with an IPv4 address; link-local IPv6 comes by itself."""
+    """NIC n1-nic<number> on both hosts, with an IPv4 and a link-local IPv6 address."""
     nic = f"n1-nic{number}"
     ip("link", "add", nic, "netns", LEFT, "type", "veth", "peer", "name", nic, "netns", RIGHT)
     for side, host in enumerate((LEFT, RIGHT), start=1):
         ip("-n", host, "addr", "add", f"10.78.{number}.{side}/24", "dev", nic)
-        sysctl(host, f"ipv6/conf/{nic}/accept_dad", "0")
+        # The kernel's own comes when it comes.
+        ip("-n", host, "link", "set", nic, "addrgenmode", "none")
         ip("-n", host, "link", "set", nic, "up")
+        ip("-n", host, "addr", "add", f"fe80::{side}/64", "dev", nic, "nodad")
 
 
 @pytest.fixture
@@ -99,6 +96,49 @@ def test_link_local_addresses_work_across_hosts_that_number_their_interfaces_dif
         with Peer(library, "connect", "send", MIB, handle=handle, prefix=on(LEFT), **settings) as sender:
             assert [receiver.line(), receiver.line()] == ["connected", "message"]
             assert [sender.line(), sender.line()] == ["connected", "message"]
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(
+    ("listening", "connecting"),
+    [
+        ({}, {}),
+        ({"BAGUA_NET_NSTREAMS": "1"}, {"BAGUA_NET_NSTREAMS": "16"}),
+        ({"BAGUA_NET_NSTREAMS": "16", "BAGUA_NET_CHUNK_BYTES": "5000"}, {"BAGUA_NET_NSTREAMS": "16"}),
+        ({"NCCL_SOCKET_FAMILY": "AF_INET6"}, {"NCCL_SOCKET_FAMILY": "AF_INET6"}),
+    ],
+    ids=["alike", "one-of-sixteen", "small-chunks", "ipv6"],
+)
+@pytest.mark.parametrize("teller", ["listen", "connect"])
+def test_messages_of_every_size_arrive_whole_between_hosts(
+    library: Path, listening: dict[str, str], connecting: dict[str, str], teller: str
+) -> None:
+    secret = {"NCCL_SOCKET_IFNAME": "n1-nic", "BAGUA_NET_SECRET": "theirs"}
+    tasks = {"listen": "check", "connect": "check", teller: "tell"}
+    with Peer(library, "listen", tasks["listen"], 0, prefix=on(RIGHT), **listening, **secret) as listens:
+        handle, task = listens.handle().raw, tasks["connect"]
+        with Peer(
+            library, "connect", task, 0, handle=handle, prefix=on(LEFT), **connecting, **secret
+        ) as connects:
+            for peer in (listens, connects):
+                assert [peer.line(), peer.line()] == ["connected", "whole"]
+                assert peer.process.wait(60) == 0
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("killed", ["sender", "receiver"])
+def test_who_is_killed_on_one_host_is_named_on_the_other(library: Path, killed: str) -> None:
+    settings = {"NCCL_SOCKET_IFNAME": "n1-nic"}
+    with Peer(library, "listen", "recv", MIB, prefix=on(RIGHT), **settings) as receiver:
+        handle = receiver.handle().raw
+        with Peer(library, "connect", "send", MIB, handle=handle, prefix=on(LEFT), **settings) as sender:
+            assert [sender.line(), sender.line()] == ["connected", "message"]
+            victim, witness, address = (
+                (sender, receiver, "10.78.0.1") if killed == "sender" else (receiver, sender, "10.78.0.2")
+            )
+            victim.process.kill()
+            error = witness.end()
+    assert error.startswith(f"error 6 NET/BaguaNet : {address}:")
 
 
 @pytest.mark.usefixtures("hosts")
