@@ -13,7 +13,8 @@ import pytest
 from baguarun.launcher.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/troubleshooting.md"]
+DOCS = ["docs/architecture.md", "docs/transport.md", "docs/troubleshooting.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 
 def read(page: str) -> str:
