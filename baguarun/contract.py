@@ -128,7 +128,7 @@ class WorkerEnv:
     algorithm: str | None = None
     """Algorithm chosen on the command line, used where the script names none."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Further variables for this worker alone (device binding, OMP_NUM_THREADS)."""
+    """Further variables for this worker alone (device binding, OMP_NUM_THREADS, the transport's)."""
 
     @classmethod
     def for_worker(cls, world: World, local_rank: int, **rest: Any) -> WorkerEnv:
