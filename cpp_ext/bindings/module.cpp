@@ -1,10 +1,11 @@
-// Python module baguarun._C: the engine, and the codecs for tests. Nothing is decided here.
+// Python module baguarun._C: the engine, the c10d backend, and the codecs for tests. Nothing is decided here.
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "bindings/backend.h"
 #include "codec/codec.h"
 #include "engine/engine.h"
 #include "engine/errors.h"
@@ -149,6 +150,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindCodec(module);
   bindings::bindOperations(module);
   bindings::bindEngine(module);
+  bindings::bindBackend(module);
   module.def(
       "broadcast_coalesced",
       [](const engine::Group& group, const std::vector<at::Tensor>& tensors, size_t bufferBytes) {

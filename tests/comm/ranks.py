@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: processes on this machine, joined by Gloo over loopback.
+"""Runs a function on several ranks: processes on this machine, joined by baguanet unless asked otherwise.
 
 Processes are forked from a server that has imported torch once, so a World of four starts at once.
 """
@@ -25,6 +25,8 @@ DEADLINE_S = 120
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
+BACKEND = "baguanet"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -37,10 +39,14 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = GROUP_TIMEOUT
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: timedelta = GROUP_TIMEOUT,
+    backend: str = BACKEND,
 ) -> list[Any]:
     """What `function(*args)` returns on each rank, in a process group; fails the test if any rank failed."""
-    outcomes = run_ranks_to_the_end(function, world_size, *args, timeout=timeout)
+    outcomes = run_ranks_to_the_end(function, world_size, *args, timeout=timeout, backend=backend)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None or outcome.died:
             pytest.fail(f"rank {rank} of {world_size}: {outcome.traceback or 'died'}", pytrace=False)
@@ -48,7 +54,11 @@ def run_ranks(
 
 
 def run_ranks_to_the_end(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = GROUP_TIMEOUT
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: timedelta = GROUP_TIMEOUT,
+    backend: str = BACKEND,
 ) -> list[Outcome]:
     """How each rank ended; ranks may raise or die."""
     context = multiprocessing.get_context("forkserver")
@@ -59,7 +69,9 @@ def run_ranks_to_the_end(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_work, args=(theirs, rank, world_size, folder, timeout, function, args), daemon=True
+                target=_work,
+                args=(theirs, (rank, world_size, backend), folder, timeout, function, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -102,8 +114,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 def _work(
     pipe: Connection,
-    rank: int,
-    world_size: int,
+    place: tuple[int, int, str],
     folder: str,
     timeout: timedelta,
     function: Callable[..., Any],
@@ -112,12 +123,15 @@ def _work(
     import torch
     import torch.distributed as dist
 
+    import baguarun.comm.backend  # noqa: F401  (makes baguanet known)
+
+    rank, world_size, backend = place
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     torch.manual_seed(1234 + rank)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         outcome = Outcome(value=function(*args))
     except BaseException as error:

@@ -1,0 +1,39 @@
+#include "bindings/backend.h"
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "c10d/backend.h"
+
+namespace py = pybind11;
+
+namespace baguarun::bindings {
+
+using backend::BaguanetBackend;
+
+namespace {
+
+c10::intrusive_ptr<BaguanetBackend> makeBackend(const ::c10d::DistributedBackendOptions& asked) {
+  const std::vector<uint64_t> globalRanks(asked.global_ranks_in_group.begin(),
+                                          asked.global_ranks_in_group.end());
+  auto options = c10::make_intrusive<BaguanetBackend::Options>(
+      std::chrono::duration_cast<std::chrono::milliseconds>(asked.timeout), asked.group_id, globalRanks);
+  return c10::make_intrusive<BaguanetBackend>(asked.store, asked.group_rank, asked.group_size,
+                                              std::move(options));
+}
+
+}  // namespace
+
+void bindBackend(py::module_& module) {
+  // The base class is bound there.
+  py::module_::import("torch._C._distributed_c10d");
+  const auto withoutGil = py::call_guard<py::gil_scoped_release>();
+  py::class_<BaguanetBackend, ::c10d::Backend, c10::intrusive_ptr<BaguanetBackend>>(module, "Backend")
+      .def(py::init(&makeBackend), py::arg("options"), withoutGil)
+      .def("_set_default_timeout", &BaguanetBackend::setTimeout, py::arg("timeout"), withoutGil)
+      .def_property_readonly("options", &BaguanetBackend::getBackendOptions);
+}
+
+}  // namespace baguarun::bindings

@@ -1,0 +1,162 @@
+#include "c10d/backend.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "c10d/store_exchange.h"
+#include "c10d/tensors.h"
+#include "net/env.h"
+
+namespace baguarun::backend {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+void checkTag(int tag) { TORCH_CHECK_VALUE(tag >= 0, "baguanet: found tag ", tag, "; want zero or more"); }
+
+}  // namespace
+
+BaguanetBackend::Options::Options(milliseconds timeout, std::string group, std::vector<uint64_t> globalRanks)
+    : ::c10d::Backend::Options(kName, timeout) {
+  group_name = std::move(group);
+  global_ranks_in_group = std::move(globalRanks);
+}
+
+BaguanetBackend::BaguanetBackend(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
+                                 c10::intrusive_ptr<Options> options)
+    : Backend(rank, size), options_(std::move(options)), timeout_(options_->timeout) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "baguanet: found rank ", rank, " of ", size,
+                    "; want 0 <= rank < size");
+  connect(store);
+  init();
+}
+
+void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
+  StoreExchange exchange(store, rank_, size_, timeout_);
+  try {
+    net::Communicator::Options options{.rank = rank_,
+                                       .size = size_,
+                                       .nonce = exchange.agreeOnNonce(),
+                                       .env = net::Env::read(),
+                                       .timeout = timeout_};
+    auto communicator = std::make_unique<net::Communicator>(
+        options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
+    driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);
+  } catch (const std::exception& error) {
+    exchange.failed(error.what());
+    const Label label{.operation = "joining"};
+    std::rethrow_exception(translate(std::current_exception(), label, options_->group_name));
+  }
+}
+
+BaguanetBackend::~BaguanetBackend() {
+  if (!driver_) {
+    return;
+  }
+  if (driver_->isForked()) {
+    // Threads that wait on its conditions exist in the parent only: nothing of it can be destroyed here.
+    new std::shared_ptr<Driver>(driver_);
+    return;
+  }
+  driver_->shutdown(/*drain=*/false);
+}
+
+void BaguanetBackend::setTimeout(milliseconds timeout) {
+  timeout_ = timeout;
+  options_->timeout = timeout;
+}
+
+void BaguanetBackend::abort() { driver_->abort("abort() was called on rank " + std::to_string(rank_)); }
+
+void BaguanetBackend::shutdown() { driver_->shutdown(/*drain=*/true); }
+
+milliseconds BaguanetBackend::timeoutOf(milliseconds asked) const {
+  return asked == ::c10d::kUnsetTimeout ? timeout_.load() : asked;
+}
+
+void BaguanetBackend::checkRank(int64_t rank, const char* what) const {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "baguanet: found ", what, " ", rank, "; want 0 to ",
+                    size_ - 1);
+}
+
+BaguanetBackend::Result BaguanetBackend::submit(const Call& call, const Tensors& inputs,
+                                                const Tensors& outputs, Collective::Body body) {
+  auto collective = std::make_shared<Collective>(
+      [body = std::move(body)](net::Communicator& communicator, Deadline deadline) {
+        // Copies of tensors are no business of autograd's.
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        body(communicator, deadline);
+      },
+      timeoutOf(call.timeout));
+  const Label label{.operation = call.name, .number = ++number_};
+  auto work = c10::make_intrusive<Work>(
+      rank_, call.type, Work::Parts{driver_, collective, nullptr, label, outputs, milliseconds::zero()},
+      call.title, inputs);
+  try {
+    if (call.isAsync) {
+      driver_->start(collective);
+      return work;
+    }
+    driver_->run(collective);
+  } catch (const net::Error&) {
+    std::rethrow_exception(translate(std::current_exception(), label, driver_->group()));
+  }
+  work->wait(kNoTimeout);
+  return work;
+}
+
+BaguanetBackend::Result BaguanetBackend::post(const Call& call, const Tensors& tensors, int peer,
+                                              Transfer::Start start, std::function<void()> atEnd) {
+  auto transfer = std::make_shared<Transfer>(std::move(start), std::move(atEnd));
+  const Label label{.operation = call.name, .peer = peer};
+  auto work = c10::make_intrusive<Work>(
+      rank_, call.type, Work::Parts{driver_, nullptr, transfer, label, tensors, timeout_.load()}, call.title,
+      tensors);
+  try {
+    driver_->post(transfer);
+  } catch (const net::Error&) {
+    std::rethrow_exception(translate(std::current_exception(), label, driver_->group()));
+  }
+  return work;
+}
+
+BaguanetBackend::Result BaguanetBackend::send(Tensors& tensors, int to, int tag) {
+  const at::Tensor plain = toPlain(onlyOne(tensors));
+  checkRank(to, "destination");
+  checkTag(tag);
+  return post(
+      {::c10d::OpType::SEND, "send to", "baguanet:send", timeout_, true}, tensors, to,
+      [=](net::Communicator& communicator) {
+        return communicator.isend(plain.const_data_ptr(), plain.nbytes(), to, static_cast<uint32_t>(tag));
+      },
+      [] {});
+}
+
+BaguanetBackend::Result BaguanetBackend::recv(Tensors& tensors, int from, int tag) {
+  checkRank(from, "source");
+  return receive(tensors, from, tag, ::c10d::OpType::RECV);
+}
+
+BaguanetBackend::Result BaguanetBackend::recvAnysource(Tensors& tensors, int tag) {
+  return receive(tensors, net::Communicator::kAnySource, tag, ::c10d::OpType::RECVANYSOURCE);
+}
+
+BaguanetBackend::Result BaguanetBackend::receive(Tensors& tensors, int from, int tag, ::c10d::OpType type) {
+  const auto output = std::make_shared<Output>(onlyOne(tensors));
+  const size_t bytes = tensors[0].nbytes();
+  checkTag(tag);
+  return post(
+      {type, "receive from", "baguanet:recv", timeout_, true}, tensors, from,
+      [=](net::Communicator& communicator) {
+        return communicator.irecv(output->data(), bytes, from, static_cast<uint32_t>(tag));
+      },
+      [output] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        output->write();
+      });
+}
+
+}  // namespace baguarun::backend

@@ -1,0 +1,351 @@
+#include "c10d/driver.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace baguarun::backend {
+
+using net::Error;
+using net::Fault;
+using std::chrono::microseconds;
+
+namespace {
+
+// How long a thread that waits for a message sleeps between two looks while another thread is in a
+// collective.
+constexpr microseconds kFirstLook{50};
+constexpr microseconds kLastLook{10'000};
+
+constexpr std::chrono::seconds kLongestSleep{1};
+
+constexpr const char* kClosed = "the process group was destroyed";
+
+// Signals are for the threads of the program.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+Driver::Driver(std::unique_ptr<net::Communicator> communicator, std::string group)
+    : pid_(getpid()), group_(std::move(group)), communicator_(std::move(communicator)) {}
+
+Driver::~Driver() = default;
+
+bool Driver::isForked() const noexcept { return getpid() != pid_; }
+
+void Driver::refuseFork() const {
+  if (isForked()) {
+    throw Error(Fault::kUsage, "",
+                "the process group belongs to process " + std::to_string(pid_) +
+                    "; a child made by fork() cannot use it, make a group in the child");
+  }
+}
+
+std::shared_ptr<net::Communicator> Driver::communicator(const Lock& /*lock*/) const {
+  if (closed_) {
+    throw Error(Fault::kAborted, "", kClosed);
+  }
+  return communicator_;
+}
+
+void Driver::start(const std::shared_ptr<Collective>& collective) {
+  refuseFork();
+  Lock lock(mutex_);
+  const auto communicator = this->communicator(lock);
+  startThread(lock);
+  queue_.push_back(collective);
+  collective->listed_ = true;
+  const bool sleeping = sleeping_;
+  lock.unlock();
+  if (sleeping) {
+    communicator->wake();
+  }
+  work_.notify_one();
+}
+
+void Driver::run(const std::shared_ptr<Collective>& collective) {
+  refuseFork();
+  Lock lock(mutex_);
+  const auto communicator = this->communicator(lock);
+  if (driven_ || !queue_.empty()) {
+    lock.unlock();
+    start(collective);
+    wait(*collective, Clock::time_point::max());
+    return;
+  }
+  queue_.push_back(collective);
+  collective->listed_ = true;
+  step(lock, Clock::now());
+  handOver(lock);
+}
+
+void Driver::post(const std::shared_ptr<Transfer>& transfer) {
+  refuseFork();
+  Lock lock(mutex_);
+  const auto communicator = this->communicator(lock);
+  lock.unlock();
+  transfer->message_ = transfer->start_(*communicator);
+  lock.lock();
+  transfers_.push_back(transfer);
+  transfer->listed_ = true;
+  ++numPosted_;
+  if (!driven_ && queue_.empty()) {
+    // A short message is often through at once.
+    step(lock, Clock::time_point::min());
+  } else if (sleeping_) {
+    communicator->wake();
+  }
+  handOver(lock);
+}
+
+bool Driver::wait(Collective& collective, Clock::time_point deadline) {
+  refuseFork();
+  // A collective cannot be left half-way, so who wants to give up before its end must not drive.
+  if (deadline == Clock::time_point::max()) {
+    Lock lock(mutex_);
+    while (collective.listed_ && !driven_ && !closed_) {
+      step(lock, Clock::now());
+    }
+    handOver(lock);
+  }
+  return collective.waitUntil(std::min(deadline, timeAfter(Clock::duration::max())));
+}
+
+bool Driver::wait(Transfer& transfer, Clock::time_point deadline) {
+  refuseFork();
+  {
+    Lock lock(mutex_);
+    while (transfer.listed_ && !driven_ && !closed_ && queue_.empty() && !transfer.isAbandoned() &&
+           Clock::now() < deadline) {
+      step(lock, deadline);
+    }
+    handOver(lock);
+  }
+  // The message may come to its end while another thread is in a collective, which cannot tell.
+  for (microseconds interval = kFirstLook;; interval = std::min(2 * interval, kLastLook)) {
+    if (transfer.waitUntil(std::min(deadline, Clock::now() + interval))) {
+      return true;
+    }
+    Lock lock(mutex_);
+    if (transfer.listed_ && transfer.hasEnded()) {
+      const auto it = std::find_if(transfers_.begin(), transfers_.end(),
+                                   [&](const auto& other) { return other.get() == &transfer; });
+      const std::shared_ptr<Transfer> held = *it;
+      transfers_.erase(it);
+      held->listed_ = false;
+      lock.unlock();
+      held->finish(nullptr);
+      return true;
+    }
+    if (Clock::now() >= deadline || transfer.isAbandoned()) {
+      return false;
+    }
+  }
+}
+
+void Driver::abandon(Transfer& transfer) {
+  transfer.abandon();
+  const Lock lock(mutex_);
+  if (sleeping_) {
+    communicator_->wake();
+  }
+}
+
+void Driver::abort(const std::string& reason) noexcept {
+  if (isForked()) {
+    return;
+  }
+  Lock lock(mutex_);
+  const auto communicator = communicator_;
+  lock.unlock();
+  if (communicator) {
+    communicator->abort(reason);
+  }
+}
+
+std::shared_ptr<void> Driver::allocate(size_t bytes) {
+  refuseFork();
+  Lock lock(mutex_);
+  const auto communicator = this->communicator(lock);
+  while (driven_) {
+    idle_.wait(lock);
+  }
+  void* room = communicator->allocate(bytes);
+  return room != nullptr ? std::shared_ptr<void>(communicator, room) : nullptr;
+}
+
+// Runs one collective, or looks after the messages once. The mutex is held, and nobody drives, before and
+// after; sleeps up to `sleepUntil` where messages do not move.
+void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
+  std::vector<Ended> ended;
+  driven_ = true;
+  if (!queue_.empty()) {
+    const std::shared_ptr<Collective> next = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    auto error = execute(*next);
+    lock.lock();
+    next->listed_ = false;
+    ended.push_back({next, std::move(error)});
+    takeEnded(ended);
+  } else {
+    const uint64_t seen = numPosted_;
+    lock.unlock();
+    const bool moved = moveMessages();
+    lock.lock();
+    takeEnded(ended);
+    const bool nothingNew = queue_.empty() && numPosted_ == seen && !closed_;
+    if (!moved && ended.empty() && nothingNew && Clock::now() < sleepUntil) {
+      sleeping_ = true;
+      lock.unlock();
+      communicator_->sleep(std::min(sleepUntil, Clock::now() + kLongestSleep));
+      lock.lock();
+      sleeping_ = false;
+    }
+  }
+  leave(lock, std::move(ended));
+}
+
+// Those who wait are told when nobody drives: what they call then may start and await operations itself.
+void Driver::leave(Lock& lock, std::vector<Ended> ended) {
+  driven_ = false;
+  idle_.notify_all();
+  if (ended.empty()) {
+    return;
+  }
+  lock.unlock();
+  for (auto& [operation, error] : ended) {
+    operation->finish(std::move(error));
+  }
+  ended.clear();
+  lock.lock();
+}
+
+std::exception_ptr Driver::execute(Collective& collective) noexcept {
+  try {
+    collective.body_(*communicator_, timeAfter(collective.timeout_));
+  } catch (const Error&) {
+    return std::current_exception();
+  } catch (const std::exception& error) {
+    // Without this the others would wait for this rank in vain.
+    communicator_->abort(error.what());
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+bool Driver::moveMessages() noexcept {
+  try {
+    return communicator_->progress();
+  } catch (const Error&) {
+    // Every message ends with that error.
+    return true;
+  }
+}
+
+void Driver::takeEnded(std::vector<Ended>& ended) {
+  std::erase_if(transfers_, [&](const std::shared_ptr<Transfer>& transfer) {
+    if (!transfer->hasEnded()) {
+      return false;
+    }
+    transfer->listed_ = false;
+    ended.push_back({transfer, nullptr});
+    return true;
+  });
+}
+
+// Leaves what is still to do to the progress thread.
+void Driver::handOver(Lock& lock) {
+  if (driven_ || closed_ || (queue_.empty() && transfers_.empty())) {
+    return;
+  }
+  startThread(lock);
+  work_.notify_one();
+}
+
+void Driver::startThread(const Lock& /*lock*/) {
+  if (thread_.joinable()) {
+    return;
+  }
+  const SignalsBlocked blocked;
+  // It keeps the driver: the last other reference may be dropped by what it calls at the end of an operation.
+  thread_ = std::thread([self = shared_from_this()] { self->loop(); });
+}
+
+void Driver::loop() {
+  pthread_setname_np(pthread_self(), "baguanet");
+  Lock lock(mutex_);
+  while (!threadStops_) {
+    if (driven_ || (queue_.empty() && transfers_.empty())) {
+      work_.wait(lock);
+    } else {
+      step(lock, Clock::time_point::max());
+    }
+  }
+}
+
+void Driver::shutdown(bool drain) {
+  if (isForked()) {
+    return;
+  }
+  Lock lock(mutex_);
+  if (closed_) {
+    return;
+  }
+  closed_ = true;
+  const auto communicator = communicator_;
+  if (!drain && (driven_ || !queue_.empty())) {
+    communicator->abort(kClosed);
+  }
+  communicator->wake();
+  stopThread(lock);
+  while (driven_ || !queue_.empty()) {
+    if (driven_) {
+      idle_.wait(lock);
+    } else {
+      step(lock, Clock::now());
+    }
+  }
+  std::vector<Ended> left;
+  for (const auto& transfer : std::exchange(transfers_, {})) {
+    transfer->listed_ = false;
+    left.push_back({transfer, std::make_exception_ptr(Error(Fault::kAborted, "", kClosed))});
+  }
+  // Before the buffers of the messages are let go of.
+  communicator_.reset();
+  leave(lock, std::move(left));
+}
+
+void Driver::stopThread(Lock& lock) {
+  if (!thread_.joinable()) {
+    return;
+  }
+  threadStops_ = true;
+  std::thread thread = std::move(thread_);
+  lock.unlock();
+  work_.notify_all();
+  if (thread.get_id() == std::this_thread::get_id()) {
+    thread.detach();
+  } else {
+    thread.join();
+  }
+  lock.lock();
+}
+
+}  // namespace baguarun::backend

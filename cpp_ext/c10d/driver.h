@@ -1,0 +1,107 @@
+// Runs the operations of one group: collectives in the order of their start, messages beside them.
+//
+// Whoever drives calls the communicator; one thread at a time does. A thread that runs a collective while
+// nothing is under way drives, and so does one that waits: a hand-over to another thread costs more than a
+// small all-reduce. What nobody waits for is driven by a progress thread, which is started when it is first
+// needed and sleeps on a condition while there is nothing to do.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "c10d/operation.h"
+
+namespace baguarun::backend {
+
+// Threads: any, but after fork() the child may only drop it.
+class Driver : public std::enable_shared_from_this<Driver> {
+ public:
+  // `group` names it in errors.
+  Driver(std::unique_ptr<net::Communicator> communicator, std::string group);
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+  ~Driver();
+
+  // Has the progress thread run `collective`, or whoever waits for it first.
+  void start(const std::shared_ptr<Collective>& collective);
+
+  // Runs `collective` to its end, after all that were started before.
+  void run(const std::shared_ptr<Collective>& collective);
+
+  // Starts a message. Throws net::Error if it cannot be started.
+  void post(const std::shared_ptr<Transfer>& transfer);
+
+  // Waits for an operation that was started, driving where nobody does. False: `deadline` has passed, or the
+  // message was abandoned.
+  bool wait(Collective& collective, Clock::time_point deadline);
+  bool wait(Transfer& transfer, Clock::time_point deadline);
+
+  // Ends all waits for `transfer`.
+  void abandon(Transfer& transfer);
+
+  // Ends everything under way, and all that is to come, with an error; tells the other ranks `reason`.
+  void abort(const std::string& reason) noexcept;
+
+  // Leaves the group. Collectives that were started are run to their end first if `drain`, else aborted;
+  // messages under way end with an error. Later calls do nothing.
+  void shutdown(bool drain);
+
+  // Room that the ranks of one host share, kept until the last reference is gone; nullptr where there is
+  // none.
+  std::shared_ptr<void> allocate(size_t bytes);
+
+  // This process is a child of the one that made the group, which has no progress thread and no peers.
+  bool isForked() const noexcept;
+
+  const std::string& group() const noexcept { return group_; }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  // An operation that is over, and what it failed with.
+  struct Ended {
+    std::shared_ptr<Operation> operation;
+    std::exception_ptr error;
+  };
+
+  std::shared_ptr<net::Communicator> communicator(const Lock& lock) const;
+  void refuseFork() const;
+  std::exception_ptr execute(Collective& collective) noexcept;
+  bool moveMessages() noexcept;
+  void takeEnded(std::vector<Ended>& ended);
+  void step(Lock& lock, Clock::time_point sleepUntil);
+  void leave(Lock& lock, std::vector<Ended> ended);
+  void handOver(Lock& lock);
+  void startThread(const Lock& lock);
+  void stopThread(Lock& lock);
+  void loop();
+
+  const pid_t pid_;
+  const std::string group_;
+  std::mutex mutex_;
+  // Below: guarded by the mutex.
+  std::shared_ptr<net::Communicator> communicator_;
+  std::deque<std::shared_ptr<Collective>> queue_;
+  std::vector<std::shared_ptr<Transfer>> transfers_;
+  uint64_t numPosted_ = 0;
+  // Some thread drives; what it calls of the communicator is called without the mutex.
+  bool driven_ = false;
+  // Who drives sleeps in the communicator and wants a wake().
+  bool sleeping_ = false;
+  bool closed_ = false;
+  bool threadStops_ = false;
+  std::thread thread_;
+  // There is something to do for the progress thread.
+  std::condition_variable work_;
+  // Nobody drives any more; only a shutdown waits for that.
+  std::condition_variable idle_;
+};
+
+}  // namespace baguarun::backend

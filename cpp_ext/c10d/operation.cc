@@ -1,0 +1,99 @@
+#include "c10d/operation.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace baguarun::backend {
+
+namespace {
+
+constexpr std::chrono::hours kForEver{24 * 365};
+
+}  // namespace
+
+Clock::time_point timeAfter(Clock::duration timeout) {
+  return Clock::now() + std::min<Clock::duration>(timeout, kForEver);
+}
+
+bool Operation::isDone() const {
+  const std::scoped_lock lock(mutex_);
+  return done_;
+}
+
+std::exception_ptr Operation::error() const {
+  const std::scoped_lock lock(mutex_);
+  return error_;
+}
+
+bool Operation::waitUntil(Clock::time_point deadline) const {
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, deadline, [this] { return done_ || abandoned_; });
+  return done_;
+}
+
+void Operation::abandon() {
+  const std::scoped_lock lock(mutex_);
+  abandoned_ = true;
+  changed_.notify_all();
+}
+
+bool Operation::isAbandoned() const {
+  const std::scoped_lock lock(mutex_);
+  return abandoned_;
+}
+
+void Operation::onDone(std::function<void()> then) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!done_) {
+      then_.push_back(std::move(then));
+      return;
+    }
+  }
+  then();
+}
+
+void Operation::finish(std::exception_ptr error) noexcept {
+  error = close(std::move(error));
+  std::vector<std::function<void()>> then;
+  {
+    const std::scoped_lock lock(mutex_);
+    done_ = true;
+    error_ = std::move(error);
+    then.swap(then_);
+    changed_.notify_all();
+  }
+  for (const auto& call : then) {
+    call();
+  }
+}
+
+std::exception_ptr Collective::close(std::exception_ptr error) noexcept {
+  body_ = nullptr;
+  return error;
+}
+
+bool Transfer::hasEnded() const noexcept {
+  try {
+    return message_->isDone();
+  } catch (const net::Error&) {
+    return true;
+  }
+}
+
+std::exception_ptr Transfer::close(std::exception_ptr error) noexcept {
+  try {
+    if (!error && message_->isDone()) {
+      source_ = message_->source();
+      atEnd_();
+    }
+  } catch (const std::exception&) {
+    error = std::current_exception();
+  }
+  start_ = nullptr;
+  atEnd_ = nullptr;
+  message_ = nullptr;
+  return error;
+}
+
+}  // namespace baguarun::backend

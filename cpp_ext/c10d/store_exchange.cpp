@@ -1,0 +1,149 @@
+#include "c10d/store_exchange.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <exception>
+#include <utility>
+
+#include "c10d/operation.h"
+#include "net/error.h"
+
+namespace baguarun::backend {
+
+using net::Clock;
+using net::Error;
+using net::Fault;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr const char* kFailedKey = "failed";
+
+// How long a rank waits for another before it looks whether one has failed.
+constexpr milliseconds kSlice{500};
+
+}  // namespace
+
+StoreExchange::StoreExchange(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+                             milliseconds timeout)
+    : store_(std::move(store)), rank_(rank), size_(size), timeout_(timeout), deadline_(timeAfter(timeout)) {}
+
+std::string StoreExchange::key(uint64_t round, int rank) const {
+  return "exchange/" + std::to_string(round) + "/" + std::to_string(rank);
+}
+
+std::string StoreExchange::get(const std::string& key) {
+  const std::vector<uint8_t> bytes = store_->get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
+std::vector<std::string> StoreExchange::exchange(const std::string& mine) {
+  const uint64_t round = round_++;
+  store_->set(key(round, rank_), mine);
+  std::vector<std::string> all;
+  for (int rank = 0; rank < size_; ++rank) {
+    awaitKey(round, rank);
+    all.push_back(get(key(round, rank)));
+  }
+  removeKeys(round);
+  return all;
+}
+
+std::string StoreExchange::agreeOnNonce() {
+  // Two processes of one rank would overwrite each other's blobs.
+  if (store_->add("claim/" + std::to_string(rank_), 1) != 1) {
+    throw Error(Fault::kUsage, "",
+                "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+                    " is taken: two processes have it, or the store's prefix was used before");
+  }
+  std::array<uint8_t, 16> random;
+  net::fillRandom(random);
+  std::string nonce;
+  for (const uint8_t byte : random) {
+    std::array<char, 3> hex;
+    std::snprintf(hex.data(), hex.size(), "%02x", byte);
+    nonce += hex.data();
+  }
+  const std::string sizeText = std::to_string(size_) + " ";
+  const std::vector<std::string> all = exchange(sizeText + nonce);
+  for (int rank = 0; rank < size_; ++rank) {
+    const std::string& blob = all[static_cast<size_t>(rank)];
+    if (!blob.starts_with(sizeText)) {
+      throw Error(
+          Fault::kUsage, "rank " + std::to_string(rank),
+          "its group has " + blob.substr(0, blob.find(' ')) + " ranks, this one's " + std::to_string(size_));
+    }
+  }
+  return all[0].substr(sizeText.size());
+}
+
+void StoreExchange::awaitKey(uint64_t round, int rank) {
+  const std::vector<std::string> wanted{key(round, rank)};
+  while (true) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now());
+    if (left <= milliseconds::zero()) {
+      throwTimeout(round);
+    }
+    const milliseconds slice = std::min(left, kSlice);
+    const auto start = Clock::now();
+    try {
+      store_->wait(wanted, slice);
+      return;
+    } catch (const c10::Error&) {
+      // Stores differ in what they throw when the time is up; what comes early is a fault of the store.
+      if (Clock::now() - start < slice / 2) {
+        throw;
+      }
+    }
+    throwFailure();
+  }
+}
+
+void StoreExchange::throwFailure() {
+  if (store_->check({kFailedKey})) {
+    throw Error(Fault::kRemote, "", get(kFailedKey));
+  }
+}
+
+void StoreExchange::throwTimeout(uint64_t round) {
+  std::string missing;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!store_->check({key(round, rank)})) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  throw Error(Fault::kTimeout, "",
+              "of " + std::to_string(size_) + " ranks, these did not come within " +
+                  std::to_string(timeout_.count()) + " ms: " + missing);
+}
+
+void StoreExchange::removeKeys(uint64_t round) {
+  const std::string readers = "readers/" + std::to_string(round);
+  if (store_->add(readers, 1) != size_) {
+    return;
+  }
+  try {
+    for (int rank = 0; rank < size_; ++rank) {
+      store_->deleteKey(key(round, rank));
+      if (round == 0) {
+        store_->deleteKey("claim/" + std::to_string(rank));
+      }
+    }
+    store_->deleteKey(readers);
+  } catch (const c10::NotImplementedError&) {
+    // A store that cannot delete keeps some hundred bytes per rank.
+  }
+}
+
+void StoreExchange::failed(const std::string& reason) noexcept {
+  try {
+    store_->set(kFailedKey, "rank " + std::to_string(rank_) + " could not join: " + reason);
+  } catch (const std::exception&) {
+    // The reason is on its way to this rank's caller; the others end by their timeout.
+  }
+}
+
+}  // namespace baguarun::backend

@@ -1,0 +1,48 @@
+// How the ranks of a new group learn of each other: through the store that torch gives them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "net/socket.h"
+
+namespace baguarun::backend {
+
+// One rank's side of the exchanges that make a group. Keys are removed when all have read them. Threads: one.
+class StoreExchange {
+ public:
+  // All exchanges together take up to `timeout`.
+  StoreExchange(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+                std::chrono::milliseconds timeout);
+
+  // Every rank's blob, in rank order. All ranks call it the same number of times. Throws net::Error: kTimeout
+  // naming the ranks that did not come, kUsage for ranks that disagree about the group, kRemote with the
+  // reason of a rank that failed().
+  std::vector<std::string> exchange(const std::string& mine);
+
+  // A string that no other group has: rank 0's. An exchange.
+  std::string agreeOnNonce();
+
+  // Lets the others, who would wait in vain, end with `reason`.
+  void failed(const std::string& reason) noexcept;
+
+ private:
+  std::string key(uint64_t round, int rank) const;
+  std::string get(const std::string& key);
+  void awaitKey(uint64_t round, int rank);
+  void throwFailure();
+  [[noreturn]] void throwTimeout(uint64_t round);
+  void removeKeys(uint64_t round);
+
+  const c10::intrusive_ptr<::c10d::Store> store_;
+  const int rank_;
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+  const net::Clock::time_point deadline_;
+  uint64_t round_ = 0;
+};
+
+}  // namespace baguarun::backend
