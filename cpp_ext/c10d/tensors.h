@@ -98,12 +98,11 @@ class Row {
         bytes += static_cast<int64_t>(tensor.nbytes());
       }
       buffer_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+      place_ = buffer_.mutable_data_ptr();
     }
   }
 
-  void* data() const {
-    return buffer_.defined() ? buffer_.mutable_data_ptr() : tensors_.front().mutable_data_ptr();
-  }
+  void* data() const { return place_; }
 
   // Before the operation: the tensors' values to the row.
   void read() {
@@ -120,16 +119,25 @@ class Row {
   }
 
  private:
-  bool isRow() const {
-    const char* next = nullptr;
+  // Empty tensors lie anywhere.
+  bool isRow() {
+    const at::Tensor* last = nullptr;
     for (const at::Tensor& tensor : tensors_) {
-      const char* place = static_cast<const char*>(tensor.const_data_ptr());
-      if (!isPlain(tensor) || (next != nullptr && (place != next || !tensor.is_alias_of(tensors_.front())))) {
+      if (tensor.numel() == 0) {
+        continue;
+      }
+      if (!isPlain(tensor) || (last != nullptr && !follows(tensor, *last))) {
         return false;
       }
-      next = place + tensor.nbytes();
+      last = &tensor;
+      place_ = place_ != nullptr ? place_ : tensor.mutable_data_ptr();
     }
-    return next != nullptr;
+    return true;
+  }
+
+  static bool follows(const at::Tensor& tensor, const at::Tensor& last) {
+    return tensor.is_alias_of(last) &&
+           tensor.const_data_ptr() == static_cast<const char*>(last.const_data_ptr()) + last.nbytes();
   }
 
   template <class Copy>
@@ -146,6 +154,7 @@ class Row {
 
   std::vector<at::Tensor> tensors_;
   at::Tensor buffer_;
+  void* place_ = nullptr;
 };
 
 }  // namespace baguarun::backend
