@@ -1,5 +1,5 @@
 // A fuzz target for all that a stranger or a broken peer can send: hello, welcome, chunk headers, whole
-// streams.
+// streams, and what several of them do to a listener.
 //
 // With clang: -fsanitize=fuzzer. Without: -DSTANDALONE gives a main() that mutates seeds, `fuzz_wire RUNS
 // SEED`.
@@ -13,9 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "net/connector.h"
 #include "net/frame.h"
 #include "net/hello.h"
 #include "net/link.h"
+#include "net/listener.h"
 #include "net/sha256.h"
 #include "net/socket.h"
 
@@ -124,6 +126,108 @@ void tryLink(Input input) {
   }
 }
 
+// Reads numbers from the front of an input; zeros behind its end.
+class Script {
+ public:
+  explicit Script(Input input) : left_(input) {}
+  bool isOver() const { return left_.empty(); }
+  Input take(size_t count) {
+    const Input taken = left_.first(std::min(count, left_.size()));
+    left_ = left_.subspan(taken.size());
+    return taken;
+  }
+  template <typename Number>
+  Number number() {
+    Number value = 0;
+    const Input bytes = take(sizeof(value));
+    std::memcpy(&value, bytes.data(), bytes.size());
+    return value;
+  }
+
+ private:
+  Input left_;
+};
+
+const Env kListenerEnv{.numStreams = 3, .chunkBytes = 8192, .secret = kSecret};
+
+Fd dial(const Listener& listener) {
+  Fd fd = makeTcpSocket(AF_INET);
+  const linger abortive{.l_onoff = 1, .l_linger = 0};
+  setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &abortive, sizeof(abortive));
+  connect(fd.get(), listener.address().raw(), listener.address().rawSize());
+  return fd;
+}
+
+// One step of somebody on the port: bytes, a hello that only its numbers may spoil, an end.
+void act(Fd& fd, Script& script, const Listener& listener) {
+  const auto say = [&](Input bytes) {
+    send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  };
+  switch (script.number<uint8_t>() % 4) {
+    case 0:
+      say(script.take(script.number<uint8_t>()));
+      break;
+    case 1: {
+      const Hello hello{.stream = script.number<uint16_t>(),
+                        .numStreams = script.number<uint16_t>(),
+                        .chunkBytes = script.number<uint32_t>(),
+                        .nonce = listener.nonce(),
+                        .linkId = {static_cast<uint8_t>(script.number<uint8_t>() % 2)}};
+      say(encodeHello(hello, kSecret));
+      break;
+    }
+    case 2:
+      shutdown(fd.get(), SHUT_WR);
+      break;
+    default:
+      fd = Fd();
+      break;
+  }
+}
+
+// `input` as what three others do on a port; an honest peer must get in all the same. Not tried on every
+// input: what ends in order leaves the kernel with connections in TIME_WAIT, and many of them make it slow.
+void tryListener(Input input) {
+  Listener listener(Address::parse("127.0.0.1:0"), kListenerEnv);
+  std::array<Fd, 3> others;
+  Script script(input);
+  const auto accept = [&] {
+    auto accepted = listener.accept();
+    if (accepted.has_value()) {
+      REQUIRE(accepted->link->numStreams() >= 1 && accepted->link->numStreams() <= 3);
+      REQUIRE(accepted->link->chunkBytes() >= kMinChunkBytes && accepted->link->chunkBytes() <= 8192);
+    }
+    return accepted;
+  };
+  for (int step = 0; step < 24 && !script.isOver(); ++step) {
+    Fd& other = others[script.number<uint8_t>() % others.size()];
+    if (!other) {
+      other = dial(listener);
+    }
+    act(other, script, listener);
+    accept();
+  }
+  if (input.size() % 8 != 0) {
+    return;
+  }
+  Connector connector(
+      {.address = listener.address(), .nonce = listener.nonce(), .sender = 99, .peer = "listener"},
+      kListenerEnv);
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  std::unique_ptr<Link> near;
+  std::unique_ptr<Link> far;
+  while (!near || !far) {
+    REQUIRE(Clock::now() < deadline);
+    if (!near) {
+      near = connector.poll();
+    }
+    if (auto accepted = accept(); accepted.has_value() && accepted->sender == 99) {
+      far = std::move(accepted->link);
+    }
+  }
+  REQUIRE(near->numStreams() == 3 && far->numStreams() == 3);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -131,7 +235,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
   }
   const Input input(data + 1, size - 1);
-  switch (data[0] % 4) {
+  switch (data[0] % 5) {
     case 0:
       tryHello(input);
       break;
@@ -141,8 +245,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case 2:
       tryFrame(input);
       break;
-    default:
+    case 3:
       tryLink(input);
+      break;
+    default:
+      tryListener(input);
       break;
   }
   return 0;
@@ -156,6 +263,12 @@ std::vector<uint8_t> makeInput(std::mt19937_64& random) {
   const auto append = [&](const auto& bytes) { input.insert(input.end(), bytes.begin(), bytes.end()); };
   if (random() % 2 == 0) {
     append(encodeHello({.numStreams = 4, .chunkBytes = 4096, .nonce = kNonce}, random() % 2 ? kSecret : ""));
+  }
+  for (size_t step = 0; step < random() % 6; ++step) {
+    // As tryListener() reads it: who, a hello, its numbers and link.
+    append(std::array<uint8_t, 11>{static_cast<uint8_t>(random() % 3), 1, static_cast<uint8_t>(random() % 4),
+                                   0, static_cast<uint8_t>(random() % 5), 0, 0, 0x20, 0, 0,
+                                   static_cast<uint8_t>(random())});
   }
   for (uint32_t sequence = 0; sequence < random() % 6; ++sequence) {
     const uint64_t total = random() % 5 == 0 ? random() % 10000 : random() % 120;

@@ -14,7 +14,7 @@ from tests.net import native
 from tests.net.wire import frame
 
 SOURCE = Path(__file__).parent / "fuzz_wire.cpp"
-LINK = b"\x03"
+LINK, LISTENER = b"\x03", b"\x04"
 
 
 def run(*words: str) -> None:
@@ -38,6 +38,11 @@ def test_many_more_mutated_messages_do_no_harm() -> None:
     fuzz_standalone(100_000, seed)
 
 
+def greeting(who: int, stream: int) -> bytes:
+    """A step of the listener's target: `who` says a good hello for that stream."""
+    return struct.pack("<BBHHIB", who, 1, stream, 3, 8192, 0)
+
+
 def write_corpus(folder: Path) -> None:
     streams = {
         "empty": b"",
@@ -49,6 +54,10 @@ def write_corpus(folder: Path) -> None:
     folder.mkdir()
     for name, stream in streams.items():
         (folder / name).write_bytes(LINK + stream)
+    (folder / "crowd").write_bytes(
+        LISTENER + b"".join(map(greeting, range(3), (0, 1, 2))) + b"\x00\x03\x01\x02"
+    )
+    (folder / "noise").write_bytes(LISTENER + b"\x00\x00\x08BAGUANET" + b"\x01\x00\x03GET\x00\x02")
     for kind in range(3):
         (folder / f"hello{kind}").write_bytes(
             bytes([kind]) + b"BAGUANET" + struct.pack("<HHHH", 1, 0, 4, 0) + bytes(80)
