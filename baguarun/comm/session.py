@@ -199,10 +199,11 @@ def bucket_limits(
         return min(cap, MIB), cap
     if cap_mb is not None:
         return int(cap_mb * MIB), int(cap_mb * MIB)
-    # Enough buckets to overlap, as long as the messages of one bucket are worth sending.
+    # Enough buckets to overlap, as long as the messages of one bucket are worth sending; the first one small,
+    # so that the network has something to do while backward has not got far.
     floor = max(256 * KIB, 16 * KIB * world_size)
     cap = min(max(total_bytes // 4, floor), max(16 * MIB, floor))
-    return cap, cap
+    return max(cap // 2, floor), cap
 
 
 def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

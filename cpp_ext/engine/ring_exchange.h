@@ -102,7 +102,7 @@ class RingExchange final : public HostOperation {
   }
 
  private:
-  static constexpr size_t kSegmentElements = size_t{128} << 10;
+  static constexpr size_t kSegmentElements = size_t{512} << 10;
   static constexpr size_t kMaxSegments = 8;
   static constexpr size_t kLeastChunkBytes = size_t{128} << 10;
 
