@@ -127,7 +127,7 @@ class WorkerEnv:
     """Where `torch.distributed.elastic.multiprocessing.errors.record` writes the exception."""
     algorithm: str | None = None
     """Algorithm chosen on the command line, used where the script names none."""
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further variables for this worker alone (device binding, OMP_NUM_THREADS, the transport's)."""
 
     @classmethod

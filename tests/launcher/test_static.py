@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from baguarun.contract import World
+from baguarun.contract import WorkerEnv, World
 from baguarun.launcher.rendezvous import Static, choose_rendezvous
 from baguarun.launcher.settings import RunSettings
 from baguarun.launcher.static import static_world
@@ -27,6 +27,7 @@ def test_a_secret_is_not_shown_where_a_world_is_printed() -> None:
     world = static_world(RunSettings(script="x", master_port=1), 1, net_secret="hush")
     assert world.net_secret == "hush"
     assert "hush" not in repr(world)
+    assert "hush" not in repr(WorkerEnv.for_worker(world, 0, extra={"BAGUA_NET_SECRET": "hush"}))
 
 
 def test_the_nodes_of_a_static_job_share_out_all_ranks() -> None:

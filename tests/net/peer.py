@@ -98,22 +98,16 @@ def settle(net: Net, request: Request, text: bytes) -> None:
 def main(words: list[str]) -> None:
     library, role, task, size = Path(words[0]), words[1], words[2], int(words[3])
     net = Net(library)
-    if role == "listen":
-        handle, listener = net.listen()
-        print(handle.raw.hex(), flush=True)
-        comm = until(lambda: net.accept(listener))
-    else:
-        theirs = ctypes.create_string_buffer(bytes.fromhex(words[4]), HANDLE_BYTES)
-        comm = until(lambda: net.connect(theirs))
-    print("connected", flush=True)
-    room = ctypes.create_string_buffer(os.urandom(max(size, 1)), max(size, 1))
-    if task == "idle":
-        time.sleep(3600)
-    if task in ("tell", "check"):
-        converse(net, comm, task)
-        print("whole", flush=True)
-        return
     try:
+        comm = meet(net, role, bytes.fromhex(words[4]))
+        print("connected", flush=True)
+        if task == "idle":
+            time.sleep(3600)
+        if task in ("tell", "check"):
+            converse(net, comm, task)
+            print("whole", flush=True)
+            return
+        room = ctypes.create_string_buffer(os.urandom(max(size, 1)), max(size, 1))
         while True:
             request = net.isend(comm, room, size) if task == "send" else net.irecv(comm, room, size)
             assert request is not None
@@ -121,6 +115,18 @@ def main(words: list[str]) -> None:
             print("message", flush=True)
     except NetFailure as failure:
         print("error", failure.code, failure.log, flush=True)
+
+
+def meet(net: Net, role: str, theirs: bytes) -> int:
+    comm: int
+    if role == "listen":
+        handle, listener = net.listen()
+        print(handle.raw.hex(), flush=True)
+        comm = until(lambda: net.accept(listener))
+    else:
+        copy = ctypes.create_string_buffer(theirs, HANDLE_BYTES)
+        comm = until(lambda: net.connect(copy))
+    return comm
 
 
 if __name__ == "__main__":

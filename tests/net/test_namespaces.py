@@ -85,6 +85,18 @@ def test_a_receiver_that_waits_on_a_cut_network_gets_an_error_that_names_the_pee
 
 
 @pytest.mark.usefixtures("hosts")
+def test_a_host_that_cannot_be_reached_is_an_error_when_its_time_is_over(library: Path) -> None:
+    with Peer(library, "listen", "idle", 0, prefix=on(RIGHT), **QUICK) as listener:
+        handle = listener.handle().raw
+        cut()
+        settings = {**QUICK, "BAGUA_NET_CONNECT_TIMEOUT_S": "0.5"}
+        with Peer(library, "connect", "idle", 0, handle=handle, prefix=on(LEFT), **settings) as connects:
+            error = connects.end()
+    assert error.startswith("error 6 NET/BaguaNet : 10.78.0.2:")
+    assert error.endswith("did not answer within 500 ms")
+
+
+@pytest.mark.usefixtures("hosts")
 def test_link_local_addresses_work_across_hosts_that_number_their_interfaces_differently(
     library: Path,
 ) -> None:
