@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
@@ -19,12 +22,17 @@ from baguarun.errors import UsageError
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Join the job's default process group; a script started by plain `python` becomes a World of one.
 
-    `backend` is nccl where CUDA is there, else gloo. `timeout` bounds each collective (None: torch's own).
-    On CUDA the device of LOCAL_RANK becomes the current one. A second call does nothing if it asks for the
-    same. Raises `UsageError` for a broken environment or a second call that asks for another backend.
+    `backend` is nccl where CUDA is there, else baguanet; any other that torch knows may be named, also in
+    torch's form "cpu:baguanet,cuda:nccl", whose part for CUDA is left out with a warning where there is no
+    CUDA device. `timeout` bounds each collective (None: torch's own). On CUDA the device of LOCAL_RANK
+    becomes the current one. A second call does nothing if it asks for the same. Raises `UsageError` for a
+    broken environment or a second call that asks for another backend.
     """
     env = read_worker_env()
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    has_cuda = torch.cuda.is_available()
+    if backend is not None:
+        backend = usable_backends(backend, has_cuda)
+    chosen = backend or ("nccl" if has_cuda else BAGUANET)
     if dist.is_initialized():
         present = dist.get_backend()
         if backend is not None and backend != present:
@@ -33,7 +41,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
                 "want the same backend, or dist.destroy_process_group() first"
             )
         return
-    if torch.cuda.is_available():
+    if has_cuda:
         _choose_device(env.local_rank)
     if env.world_size == 1 and not env.master_port:
         dist.init_process_group(
@@ -52,6 +60,18 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         world_size=env.world_size,
         timeout=timeout,
     )
+
+
+def usable_backends(backend: str, has_cuda: bool) -> str:
+    """`backend`, for one or several device types as torch writes it, without a CUDA that is not there."""
+    parts = backend.split(",")
+    usable = [part for part in parts if has_cuda or not part.strip().startswith("cuda:")]
+    if usable and len(usable) < len(parts):
+        warnings.warn(
+            f"there is no CUDA device: of backend={backend!r}, {','.join(usable)} is used", stacklevel=3
+        )
+        return ",".join(usable)
+    return backend
 
 
 def read_worker_env() -> WorkerEnv:
@@ -74,15 +94,17 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.Proces
     accelerator it is `parent` itself, since communicators that run side by side may block each other.
     """
     try:
-        backend = parent._get_backend(device)
+        backend = _backend(parent, device)
     except RuntimeError as error:
         raise UsageError(
             f"the model is on {device}, for which the process group has no backend "
             f"(it has {dist.get_backend_config(parent)})"
         ) from error
     if device.type != "cpu":
-        if backend.name() == "gloo":
-            raise UsageError(f"the model is on {device}; want the nccl backend, the process group has gloo")
+        if backend.name() in ("gloo", BAGUANET):
+            raise UsageError(
+                f"the model is on {device}; want the nccl backend, the process group has {backend.name()}"
+            )
         return parent
     group: dist.ProcessGroup = dist.new_group(
         ranks=dist.get_process_group_ranks(parent),
@@ -96,7 +118,7 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.Proces
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the collectives of `group` on `device` may take."""
-    timeout: timedelta = group._get_backend(device).options._timeout
+    timeout: timedelta = _backend(group, device).options._timeout
     return timeout
 
 
@@ -110,6 +132,12 @@ def on_one_host(group: dist.ProcessGroup) -> bool:
     everyone: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return len(set(everyone)) == 1
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend itself: TORCH_DISTRIBUTED_DEBUG=DETAIL puts one that checks arguments around it."""
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def _read_boot_id() -> str:

@@ -34,6 +34,7 @@ void bindBackend(py::module_& module) {
       .def(py::init(&makeBackend), py::arg("options"), withoutGil)
       .def("_set_default_timeout", &BaguanetBackend::setTimeout, py::arg("timeout"), withoutGil)
       .def_property_readonly("options", &BaguanetBackend::getBackendOptions);
+  py::module_::import("atexit").attr("register")(py::cpp_function(&BaguanetBackend::leaveAll, withoutGil));
 }
 
 }  // namespace baguarun::bindings

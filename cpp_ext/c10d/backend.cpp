@@ -15,6 +15,31 @@ using std::chrono::milliseconds;
 
 namespace {
 
+// The drivers of this process, for its end only.
+class Drivers {
+ public:
+  void add(const std::shared_ptr<Driver>& driver) {
+    const std::scoped_lock lock(mutex_);
+    std::erase_if(all_, [](const auto& other) { return other.expired(); });
+    all_.push_back(driver);
+  }
+
+  std::vector<std::weak_ptr<Driver>> take() {
+    const std::scoped_lock lock(mutex_);
+    return std::exchange(all_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Driver>> all_;
+};
+
+Drivers& drivers() {
+  // Never destroyed: who exits does not wait for those who still make groups.
+  static auto* const all = new Drivers();
+  return *all;
+}
+
 void checkTag(int tag) { TORCH_CHECK_VALUE(tag >= 0, "baguanet: found tag ", tag, "; want zero or more"); }
 
 }  // namespace
@@ -45,6 +70,7 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
     auto communicator = std::make_unique<net::Communicator>(
         options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
     driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);
+    drivers().add(driver_);
   } catch (const std::exception& error) {
     exchange.failed(error.what());
     const Label label{.operation = "joining"};
@@ -62,6 +88,14 @@ BaguanetBackend::~BaguanetBackend() {
     return;
   }
   driver_->shutdown(/*drain=*/false);
+}
+
+void BaguanetBackend::leaveAll() {
+  for (const auto& weak : drivers().take()) {
+    if (const auto driver = weak.lock()) {
+      driver->shutdown(/*drain=*/false);
+    }
+  }
 }
 
 void BaguanetBackend::setTimeout(milliseconds timeout) {

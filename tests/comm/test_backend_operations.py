@@ -1,4 +1,4 @@
-"""Collectives of baguanet through torch.distributed, against what a plain loop over the ranks' inputs gives."""
+"""Collectives of baguanet through torch.distributed, against a plain loop over the ranks' inputs."""
 
 from __future__ import annotations
 
@@ -147,7 +147,9 @@ def all_to_all() -> None:
         for found, want in zip(listed, wanted, strict=True):
             same(found, want)
         whole = torch.empty_like(torch.cat(wanted))
-        dist.all_to_all_single(whole, torch.cat(sent), [len(each) for each in wanted], [len(each) for each in sent])
+        dist.all_to_all_single(
+            whole, torch.cat(sent), [len(each) for each in wanted], [len(each) for each in sent]
+        )
         same(whole, torch.cat(wanted))
         even = torch.empty(2 * size, dtype=dtype)
         dist.all_to_all_single(even, values(rank, 2 * size, dtype))
@@ -194,7 +196,9 @@ def tensors_that_are_not_contiguous() -> None:
     assert group is not None
     # What torch puts in front of a backend copies or refuses a lazy conjugate; a direct call does not.
     group._get_backend(torch.device("cpu")).allreduce([conjugate]).wait()
-    torch.testing.assert_close(conjugate.resolve_conj(), total(inputs(5, torch.complex64)).conj().resolve_conj())
+    torch.testing.assert_close(
+        conjugate.resolve_conj(), total(inputs(5, torch.complex64)).conj().resolve_conj()
+    )
 
 
 def tensors_that_autograd_watches() -> None:
