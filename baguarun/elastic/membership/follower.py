@@ -48,6 +48,7 @@ class Place:
             node_rank=self.row.node_rank,
             num_nodes=self.record.num_nodes,
             restart_count=self.record.restart_count,
+            net_secret=self.record.net_secret,
         )
 
     def world(self, spec: JobSpec, master_port: int | None) -> World:

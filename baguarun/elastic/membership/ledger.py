@@ -51,7 +51,7 @@ class Ledger:
         self.spec_stored = False
         self.world: CurrentWorld | None = None
         self.net_secret = ""
-        """Of the newest World; not part of the view, as nothing is decided by it."""
+        """The job's, from its newest World or from who has run in one; nothing is decided by it."""
         self._keys = keys
         self._nodes: dict[str, Node] = {}
         self._strangers: set[str] = set()
@@ -172,6 +172,8 @@ class Ledger:
             self._strangers.add(node_id)
         else:
             self._strangers.discard(node_id)
+            if record.past is not None and not self.net_secret:
+                self.net_secret = record.past.net_secret
 
     def _drop_node(self, node_id: str, now_s: float) -> None:
         if self._nodes.pop(node_id, None) is None:

@@ -24,6 +24,7 @@ class Past:
     node_rank: int
     num_nodes: int
     restart_count: int
+    net_secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

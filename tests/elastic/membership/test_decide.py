@@ -178,7 +178,7 @@ def test_a_node_that_registered_anew_under_its_id_is_a_newcomer() -> None:
 
 
 def test_a_node_that_only_lost_its_lease_is_still_a_member() -> None:
-    past = Past(generation=1, token="w1", node_rank=0, num_nodes=2, restart_count=0)
+    past = Past(generation=1, token="w1", node_rank=0, num_nodes=2, restart_count=0, net_secret="")
     again = a_node("a", 50, past=past)
     assert act(a_view(a_spec(2, 2), B, again, world=a_world(A, B))) == Wait()
 
@@ -282,7 +282,9 @@ def test_the_next_generation_is_above_all_that_any_node_has_seen() -> None:
 
 def test_a_world_is_restored_from_what_the_nodes_know() -> None:
     def survivor(name: str, revision: int, node_rank: int) -> object:
-        past = Past(generation=4, token="w4", node_rank=node_rank, num_nodes=3, restart_count=2)
+        past = Past(
+            generation=4, token="w4", node_rank=node_rank, num_nodes=3, restart_count=2, net_secret=""
+        )
         return a_node(name, revision, seen=4, past=past)
 
     view = a_view(a_spec(1, 4, 5), survivor("a", 2, 1), survivor("b", 3, 0), newcomer_s=NOW)
@@ -302,6 +304,6 @@ def test_an_unfinished_run_without_nodes_is_given_time_and_then_cleared() -> Non
     view = a_view(a_spec(1, 2), D, world=a_world(A), inherited=True, took_over_s=NOW)
     assert act(view) == Wait(NOW + 5, True)
     assert act(view, NOW + 5) == Reset()
-    past = Past(generation=1, token="w1", node_rank=0, num_nodes=1, restart_count=0)
+    past = Past(generation=1, token="w1", node_rank=0, num_nodes=1, restart_count=0, net_secret="")
     returned = replace(view, nodes=nodes_of(D, a_node("a", 40, past=past)))
     assert isinstance(act(returned), Publish), "the old node came back, so the job goes on"

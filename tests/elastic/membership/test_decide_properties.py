@@ -98,6 +98,7 @@ class Model:
             node_rank=rank,
             num_nodes=len(self.order),
             restart_count=world.restart_count,
+            net_secret="",
         )
         self.join(node_id, past)
 

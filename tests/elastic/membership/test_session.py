@@ -416,6 +416,7 @@ async def test_a_store_that_lost_its_data_is_told_what_the_agents_know() -> None
     for rank, node in enumerate(nodes):
         assert node.world is not None
         assert (node.world.node_rank, node.world.restart_count) == (rank, 1)
+        assert len({event.world.net_secret for event in node.all(Start)}) == 1
 
 
 @in_virtual_time
