@@ -45,10 +45,11 @@ class Carrier {
   virtual ~Carrier() = default;
   // Largest payload of a kData packet.
   virtual size_t dataBytes() const = 0;
-  // Sends a packet; `payload` of kData must stay until isFlushed(). False: no room now, call again.
+  // Sends a packet; `payload` of kData must stay until it is flushed. False: no room now, call again.
   virtual bool send(const Packet& packet, const std::byte* payload) = 0;
-  // Whether every payload handed over may change again.
-  virtual bool isFlushed() = 0;
+  // Packets sent, and how many of the first of them are flushed.
+  virtual uint64_t numSent() const = 0;
+  virtual uint64_t numFlushed() = 0;
   // Hands what has come to `sink`. False: nothing came. Throws Error where the peer is gone.
   virtual bool receive(PacketSink& sink) = 0;
 };

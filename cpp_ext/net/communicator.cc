@@ -17,11 +17,10 @@ Communicator::~Communicator() = default;
 void Communicator::allReduce(void* data, size_t count, Dtype dtype, ReduceOp op, Clock::time_point deadline) {
   checkReduction(op, dtype);
   shm::totalBytes(count, dtype);
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->allReduce(data, count, dtype, op);
-    }
-  });
+  implementation_->collective(
+      {.count = count, .kind = CallKind::kAllReduce, .dtype = dtype, .op = op}, deadline,
+      [&](ShmGroup& group) { group.allReduce(data, count, dtype, op); },
+      [&](Levels& levels, const Call& call) { levels.allReduce(call, data, count, dtype, op); }, [] {});
 }
 
 void Communicator::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root,
@@ -29,65 +28,63 @@ void Communicator::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, in
   checkReduction(op, dtype);
   shm::totalBytes(count, dtype);
   implementation_->checkRoot(root);
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->reduce(data, count, dtype, op, root);
-    }
-  });
+  implementation_->collective(
+      {.count = count,
+       .root = static_cast<uint32_t>(root),
+       .kind = CallKind::kReduce,
+       .dtype = dtype,
+       .op = op},
+      deadline, [&](ShmGroup& group) { group.reduce(data, count, dtype, op, root); },
+      [&](Levels& levels, const Call& call) { levels.reduce(call, data, count, dtype, op, root); }, [] {});
 }
 
 void Communicator::reduceScatter(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op,
                                  Clock::time_point deadline) {
   checkReduction(op, dtype);
   const size_t bytes = shm::totalBytes(count, dtype);
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->reduceScatter(in, out, count, dtype, op);
-    } else {
-      copyBytes(out, in, bytes);
-    }
-  });
+  implementation_->collective(
+      {.count = count, .kind = CallKind::kReduceScatter, .dtype = dtype, .op = op}, deadline,
+      [&](ShmGroup& group) { group.reduceScatter(in, out, count, dtype, op); },
+      [&](Levels& levels, const Call& call) { levels.reduceScatter(call, in, out, count, dtype, op); },
+      [&] { copyBytes(out, in, bytes); });
 }
 
 void Communicator::allGather(const void* in, void* out, size_t bytes, Clock::time_point deadline) {
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->allGather(in, out, bytes);
-    } else {
-      copyBytes(out, in, bytes);
-    }
-  });
+  implementation_->collective(
+      {.count = bytes, .kind = CallKind::kAllGather}, deadline,
+      [&](ShmGroup& group) { group.allGather(in, out, bytes); },
+      [&](Levels& levels, const Call& call) { levels.allGather(call, in, out, bytes); },
+      [&] { copyBytes(out, in, bytes); });
 }
 
 void Communicator::broadcast(void* data, size_t bytes, int root, Clock::time_point deadline) {
   implementation_->checkRoot(root);
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->broadcast(data, bytes, root);
-    }
-  });
+  implementation_->collective(
+      {.count = bytes, .root = static_cast<uint32_t>(root), .kind = CallKind::kBroadcast}, deadline,
+      [&](ShmGroup& group) { group.broadcast(data, bytes, root); },
+      [&](Levels& levels, const Call& call) { levels.broadcast(call, data, bytes, root); }, [] {});
 }
 
 void Communicator::gather(const void* in, void* out, size_t bytes, int root, Clock::time_point deadline) {
   implementation_->checkRoot(root);
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->gather(in, out, bytes, root);
-    } else {
-      copyBytes(out, in, bytes);
-    }
-  });
+  implementation_->collective(
+      {.count = bytes, .root = static_cast<uint32_t>(root), .kind = CallKind::kGather}, deadline,
+      [&](ShmGroup& group) { group.gather(in, out, bytes, root); },
+      [&](Levels& levels, const Call& call) {
+        levels.flat().gather(call, in, out, bytes, static_cast<size_t>(root));
+      },
+      [&] { copyBytes(out, in, bytes); });
 }
 
 void Communicator::scatter(const void* in, void* out, size_t bytes, int root, Clock::time_point deadline) {
   implementation_->checkRoot(root);
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->scatter(in, out, bytes, root);
-    } else {
-      copyBytes(out, in, bytes);
-    }
-  });
+  implementation_->collective(
+      {.count = bytes, .root = static_cast<uint32_t>(root), .kind = CallKind::kScatter}, deadline,
+      [&](ShmGroup& group) { group.scatter(in, out, bytes, root); },
+      [&](Levels& levels, const Call& call) {
+        levels.flat().scatter(call, in, out, bytes, static_cast<size_t>(root));
+      },
+      [&] { copyBytes(out, in, bytes); });
 }
 
 void Communicator::allToAllV(const void* in, std::span<const size_t> sendBytes, void* out,
@@ -98,25 +95,24 @@ void Communicator::allToAllV(const void* in, std::span<const size_t> sendBytes, 
                 "all-to-all of " + std::to_string(sendBytes.size()) + " and " +
                     std::to_string(recvBytes.size()) + " sizes: want one per rank, " + std::to_string(ranks));
   }
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->allToAllV(in, sendBytes, out, recvBytes);
-    } else if (sendBytes[0] != recvBytes[0]) {
-      throw Error(Fault::kUsage, "",
-                  "all-to-all: sends itself " + std::to_string(sendBytes[0]) + " bytes and expects " +
-                      std::to_string(recvBytes[0]));
-    } else {
-      copyBytes(out, in, sendBytes[0]);
-    }
-  });
+  implementation_->collective(
+      {.kind = CallKind::kAllToAll}, deadline,
+      [&](ShmGroup& group) { group.allToAllV(in, sendBytes, out, recvBytes); },
+      [&](Levels& levels, const Call& call) { levels.flat().allToAllV(call, in, sendBytes, out, recvBytes); },
+      [&] {
+        if (sendBytes[0] != recvBytes[0]) {
+          throw Error(Fault::kUsage, "rank 0",
+                      "all-to-all: sends itself " + std::to_string(sendBytes[0]) + " bytes and expects " +
+                          std::to_string(recvBytes[0]));
+        }
+        copyBytes(out, in, sendBytes[0]);
+      });
 }
 
 void Communicator::barrier(Clock::time_point deadline) {
-  implementation_->collective(deadline, [&] {
-    if (ShmGroup* const local = implementation_->local()) {
-      local->barrier();
-    }
-  });
+  implementation_->collective(
+      {.kind = CallKind::kBarrier}, deadline, [](ShmGroup& group) { group.barrier(); },
+      [](Levels& levels, const Call& call) { levels.barrier(call); }, [] {});
 }
 
 std::shared_ptr<Communicator::Message> Communicator::isend(const void* data, size_t bytes, int to,
@@ -136,6 +132,6 @@ std::optional<Error> Communicator::failure() const { return implementation_->ver
 void* Communicator::allocate(size_t bytes) { return implementation_->allocate(bytes); }
 int Communicator::rank() const noexcept { return implementation_->rank(); }
 int Communicator::size() const noexcept { return implementation_->size(); }
-uint64_t Communicator::bytesSent() const noexcept { return 0; }
+uint64_t Communicator::bytesSent() const noexcept { return implementation_->bytesSent(); }
 
 }  // namespace baguarun::net

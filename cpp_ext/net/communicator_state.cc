@@ -4,9 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 
 #include "net/error.h"
+#include "net/link_carrier.h"
+#include "net/shm_carrier.h"
 
 namespace baguarun::net {
 
@@ -16,13 +19,18 @@ namespace {
 constexpr std::chrono::milliseconds kGrace{500};
 // The longest sleep: some failures are found by looking.
 constexpr std::chrono::milliseconds kLongestSleep{1000};
+// Who waits longer in a collective says so, that calls which do not match are found.
+constexpr std::chrono::milliseconds kLongWait{200};
+// How long words to the others may take to be on their way.
+constexpr std::chrono::milliseconds kTellingTime{50};
 constexpr uint64_t kBellNumber = ~uint64_t{0};
 constexpr uint64_t kDoorbellNumber = ~uint64_t{1};
+constexpr uint64_t kMeshNumber = ~uint64_t{2};
 
 }  // namespace
 
 Communicator::Implementation::Implementation(const Options& options, const BlobExchange& exchange)
-    : options_(options), bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : options_(options), ownerPid_(getpid()), bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!bell_) {
     throw Error(Fault::kSystem, "", "eventfd: " + errnoText(errno));
   }
@@ -31,73 +39,126 @@ Communicator::Implementation::Implementation(const Options& options, const BlobE
                 "rank=" + std::to_string(options.rank) + ", size=" + std::to_string(options.size) +
                     ": want 0 <= rank < size");
   }
-  if (options.size > 1) {
-    meet(exchange);
+  met_ = meet(options, exchange);
+  if (met_.mesh != nullptr) {
+    levels_ =
+        std::make_unique<Levels>(met_.map, options_.rank, met_.shm.get(), static_cast<WireContext&>(*this));
   }
-  mailbox_ = std::make_unique<Mailbox>(
-      options_.rank, options_.size, verdict_,
-      Mailbox::Hooks{.carrierTo = [this](int rank) { return carriers_[static_cast<size_t>(rank)].get(); },
-                     .receive = [this](PacketSink& sink) { return receive(sink); },
-                     .name = [this](int rank) { return name(rank); }});
+  makeCarriers();
+  mailbox_ =
+      std::make_unique<Mailbox>(options_.rank, options_.size, verdict_,
+                                Mailbox::Hooks{.carrierTo = [this](int rank) { return carrierTo(rank); },
+                                               .receive = [this](PacketSink& sink) { return receive(sink); },
+                                               .name = [this](int rank) { return name(rank); }});
   watch();
 }
 
-Communicator::Implementation::~Implementation() = default;
+Communicator::Implementation::~Implementation() {
+  // A forked child holds the parent's links: what it says would be the parent's word.
+  if (met_.control == nullptr || getpid() != ownerPid_) {
+    return;
+  }
+  if (verdict_->isBroken()) {
+    tellOthers(kTellingTime);
+  } else {
+    met_.control->leave(kTellingTime);
+  }
+}
 
-void Communicator::Implementation::meet(const BlobExchange& exchange) {
-  const std::string host = options_.host.empty() ? hostIdentity() : options_.host;
-  const std::string own = options_.shareMemory ? host : "rank " + std::to_string(options_.rank);
-  const std::vector<std::string> hosts = exchange(own);
-  if (hosts.size() != static_cast<size_t>(options_.size)) {
-    throw Error(Fault::kUsage, "",
-                "the exchange gave " + std::to_string(hosts.size()) + " blobs: want one of each of " +
-                    std::to_string(options_.size) + " ranks");
-  }
-  map_ = HostMap::of(hosts, ShmGroup::kMaxRanks);
-  if (map_.hosts.size() > 1) {
-    throw Error(Fault::kUsage, "", "ranks on several hosts: not there yet");
-  }
-  carriers_.resize(hosts.size());
-  shm_ = std::make_unique<ShmGroup>(ShmGroup::Options{.rank = options_.rank,
-                                                      .size = options_.size,
-                                                      .nonce = options_.nonce,
-                                                      .timeout = options_.timeout,
-                                                      .arenaBytes = options_.arenaBytes,
-                                                      .labels = map_.hosts[0]},
-                                    exchange);
-  for (const int rank : map_.hosts[0]) {
-    if (rank != options_.rank) {
-      carriers_[static_cast<size_t>(rank)] =
-          std::make_unique<ShmCarrier>(*shm_, map_.placeOf[static_cast<size_t>(rank)], rank);
+const std::vector<int>& Communicator::Implementation::neighbours() const {
+  return met_.map.hosts[static_cast<size_t>(met_.map.hostOf[static_cast<size_t>(options_.rank)])];
+}
+
+void Communicator::Implementation::makeCarriers() {
+  carriers_.resize(static_cast<size_t>(options_.size));
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (rank == options_.rank) {
+      continue;
+    }
+    const bool isNear = met_.shm != nullptr && std::ranges::binary_search(neighbours(), rank);
+    if (isNear) {
+      carriers_[static_cast<size_t>(rank)] = std::make_unique<ShmCarrier>(*met_.shm, placeOf(rank), rank);
+    } else {
+      carriers_[static_cast<size_t>(rank)] = std::make_unique<LinkCarrier>(*met_.mesh, rank);
     }
   }
-  shm_->setHook([this] { return mailbox_->hasPending() && (advance(), true); });
 }
 
 void Communicator::Implementation::watch() {
   epoll_.add(bell_.get(), EPOLLIN, kBellNumber);
-  if (shm_ == nullptr) {
+  if (met_.mesh != nullptr) {
+    epoll_.add(met_.mesh->pollFd(), EPOLLIN, kMeshNumber);
+  }
+  if (met_.shm == nullptr) {
     return;
   }
-  epoll_.add(shm_->doorbell(), EPOLLIN, kDoorbellNumber);
-  for (int place = 0; place < shm_->size(); ++place) {
-    if (const Fd& pidfd = shm_->segment().peer(place).pidfd) {
+  met_.shm->setHook([this] { return waitBesides(); });
+  epoll_.add(met_.shm->doorbell(), EPOLLIN, kDoorbellNumber);
+  for (int place = 0; place < met_.shm->size(); ++place) {
+    if (const Fd& pidfd = met_.shm->segment().peer(place).pidfd) {
       epoll_.add(pidfd.get(), EPOLLIN, static_cast<uint64_t>(place));
     }
   }
 }
 
 std::string Communicator::Implementation::name(int rank) const {
-  return shm_ == nullptr ? "rank " + std::to_string(rank)
-                         : shm_->segment().peerName(map_.placeOf[static_cast<size_t>(rank)]);
+  return met_.mesh != nullptr  ? met_.mesh->name(rank)
+         : met_.shm != nullptr ? met_.shm->segment().peerName(placeOf(rank))
+                               : "rank " + std::to_string(rank);
+}
+
+void Communicator::Implementation::enter(Call call, Clock::time_point deadline) {
+  if (verdict_->isBroken()) {
+    tellOthers(kTellingTime);
+    verdict_->check();
+  }
+  deadline_ = deadline;
+  if (met_.shm != nullptr) {
+    met_.shm->setDeadline(deadline);
+  }
+  if (met_.control != nullptr) {
+    call.sequence = ++numCalls_;
+    call_ = call;
+    callStart_ = Clock::now();
+    met_.control->enter(call);
+    if (met_.shm != nullptr) {
+      met_.shm->describe(call);
+    }
+  }
 }
 
 // Records the first failure, tells the others, and throws what counts.
-void Communicator::Implementation::breakWith(const Error& error) {
-  if (verdict_->set(error) && shm_ != nullptr) {
-    shm_->fail(error);
+void Communicator::Implementation::breakWith(const Error& error, bool isInCall) {
+  Error cause = error;
+  if (const auto* told = dynamic_cast<const Told*>(&error)) {
+    hasTold_ = told->isKnown();
+  } else if (met_.control != nullptr && !verdict_->isBroken()) {
+    // A rank that is late keeps others from what this one waits for; one that broke may have closed its links
+    // before its words came.
+    if (error.fault() == Fault::kTimeout && isInCall) {
+      const Told why = met_.control->explainTimeout(error);
+      hasTold_ = why.isKnown();
+      cause = why;
+    } else if (error.fault() == Fault::kRemote) {
+      const Told why = met_.control->explainBreak(error);
+      hasTold_ = why.isKnown();
+      cause = why;
+    }
   }
+  verdict_->set(cause);
+  tellOthers(kTellingTime);
   throw *verdict_->get();
+}
+
+void Communicator::Implementation::tellOthers(Clock::duration patience) noexcept {
+  const Error error = *verdict_->get();
+  if (met_.shm != nullptr) {
+    met_.shm->fail(error);
+  }
+  if (met_.control != nullptr && !hasTold_) {
+    hasTold_ = true;
+    met_.control->tell(error, patience);
+  }
 }
 
 std::shared_ptr<Communicator::Message> Communicator::Implementation::post(bool isSend, void* data,
@@ -111,25 +172,89 @@ std::shared_ptr<Communicator::Message> Communicator::Implementation::post(bool i
 
 bool Communicator::Implementation::progress() {
   const Verdict::Drive drive(*verdict_);
-  verdict_->check();
+  if (verdict_->isBroken()) {
+    tellOthers(kTellingTime);
+    verdict_->check();
+  }
   try {
     return advance();
   } catch (const Error& error) {
-    breakWith(error);
+    breakWith(error, false);
   }
 }
 
-// What goes on beside collectives. False: nothing could move.
+// Until a pass moves nothing, but not for ever.
 bool Communicator::Implementation::advance() {
-  verdict_->check();
-  if (shm_ != nullptr) {
-    shm_->checkFailure();
+  constexpr int kMaxPasses = 4;
+  int passes = 0;
+  while (passes < kMaxPasses && advanceOnce()) {
+    ++passes;
   }
-  const bool moved = mailbox_->progress();
+  return passes > 0;
+}
+
+// What goes on beside collectives. False: nothing could move.
+bool Communicator::Implementation::advanceOnce() {
+  verdict_->check();
+  if (met_.shm != nullptr) {
+    met_.shm->checkFailure();
+  }
+  bool moved = mailbox_->progress();
+  if (met_.mesh != nullptr) {
+    moved |= met_.mesh->progress();
+    met_.control->progress();
+  }
   if (!moved) {
     checkGone();
   }
   return moved;
+}
+
+// While an operation in shared memory waits.
+bool Communicator::Implementation::waitBesides() {
+  const bool hasMessages = mailbox_->hasPending();
+  if (hasMessages || met_.mesh != nullptr) {
+    advance();
+  }
+  if (met_.control != nullptr && Clock::now() > callStart_ + kLongWait) {
+    met_.control->reportWaiting();
+  }
+  return hasMessages;
+}
+
+// While a collective over links waits.
+void Communicator::Implementation::await(int rank) {
+  if (advance()) {
+    return;
+  }
+  const auto now = Clock::now();
+  if (now >= deadline_) {
+    throw Error(Fault::kTimeout, name(rank), "did not deliver its part of " + call_.text() + " in time");
+  }
+  if (now > callStart_ + kLongWait) {
+    met_.control->reportWaiting();
+  }
+  if (met_.control->hasLeft(rank) && met_.mesh->find(Mesh::Use::kCollectives, rank) == nullptr) {
+    throw Error(Fault::kRemote, name(rank), "has left");
+  }
+  const bool hasReported = now > callStart_ + kLongWait;
+  doze(std::min(deadline_, hasReported ? now + kLongestSleep : callStart_ + kLongWait));
+}
+
+std::byte* Communicator::Implementation::scratch(size_t bytes) {
+  if (scratch_.size() < bytes) {
+    scratch_.resize(bytes);
+  }
+  return scratch_.data();
+}
+
+Carrier* Communicator::Implementation::carrierTo(int rank) {
+  const bool isFar =
+      met_.mesh != nullptr && (met_.shm == nullptr || !std::ranges::binary_search(neighbours(), rank));
+  if (isFar) {
+    met_.mesh->want(Mesh::Use::kSending, rank);
+  }
+  return carriers_[static_cast<size_t>(rank)].get();
 }
 
 bool Communicator::Implementation::receive(PacketSink& sink) {
@@ -145,29 +270,35 @@ bool Communicator::Implementation::receive(PacketSink& sink) {
 
 // Nothing has come: is somebody waited for who has gone?
 void Communicator::Implementation::checkGone() {
-  if (shm_ == nullptr) {
+  if (met_.mesh != nullptr && mailbox_->hasPending()) {
+    for (int rank = 0; rank < options_.size; ++rank) {
+      if (const auto& end = met_.mesh->end(Mesh::Use::kReceiving, rank); end && mailbox_->needs(rank)) {
+        throw Error(*end);
+      }
+    }
+  }
+  if (met_.shm == nullptr) {
     return;
   }
-  for (const int rank : map_.hosts[static_cast<size_t>(map_.hostOf[static_cast<size_t>(options_.rank)])]) {
-    const int place = map_.placeOf[static_cast<size_t>(rank)];
-    if (rank != options_.rank && mailbox_->needs(rank) && shm_->hasLeft(place) &&
-        shm_->nextPacket(place) == nullptr) {
-      throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
+  if (mailbox_->hasPending()) {
+    for (const int rank : neighbours()) {
+      const int place = placeOf(rank);
+      if (rank != options_.rank && mailbox_->needs(rank) && met_.shm->hasLeft(place) &&
+          met_.shm->nextPacket(place) == nullptr) {
+        throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
+      }
     }
   }
   for (const Gone& gone : gone_) {
-    if (!shm_->hasLeft(gone.place) && Clock::now() >= gone.since + kGrace) {
-      throw Error(Fault::kRemote, shm_->segment().peerName(gone.place), "its process has ended");
+    if (!met_.shm->hasLeft(gone.place) && Clock::now() >= gone.since + kGrace) {
+      throw Error(Fault::kRemote, met_.shm->segment().peerName(gone.place), "its process has ended");
     }
   }
 }
 
 void Communicator::Implementation::sleep(Clock::time_point until) {
-  if (verdict_->isBroken()) {
-    return;
-  }
-  if (shm_ != nullptr) {
-    shm_->expectBell();
+  if (met_.shm != nullptr) {
+    met_.shm->expectBell();
   }
   try {
     if (progress()) {
@@ -176,16 +307,24 @@ void Communicator::Implementation::sleep(Clock::time_point until) {
   } catch (const Error&) {
     return;  // recorded; the next call throws it
   }
+  doze(until);
+}
+
+// Waits for something to happen.
+void Communicator::Implementation::doze(Clock::time_point until) {
   const auto now = Clock::now();
-  auto left = std::min(until - now, Clock::duration(kLongestSleep));
+  until = std::min(until, now + kLongestSleep);
   for (const Gone& gone : gone_) {
     if (gone.since + kGrace > now) {
-      left = std::min(left, gone.since + kGrace - now);
+      until = std::min(until, gone.since + kGrace);
     }
   }
+  if (met_.control != nullptr) {
+    until = std::min(until, met_.control->nextCall().value_or(until));
+  }
   std::array<epoll_event, 16> events;
-  const auto rounded = std::chrono::ceil<std::chrono::milliseconds>(std::max(left, Clock::duration(0)));
-  for (const epoll_event& event : epoll_.wait(events, rounded)) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(std::max(until - now, Clock::duration(0)));
+  for (const epoll_event& event : epoll_.wait(events, left)) {
     hear(event.data.u64);
   }
 }
@@ -196,10 +335,10 @@ void Communicator::Implementation::hear(uint64_t number) {
     [[maybe_unused]] const ssize_t got = read(bell_.get(), &count, sizeof(count));
     isRung_.store(false);
   } else if (number == kDoorbellNumber) {
-    shm_->answerBell();
-  } else {
+    met_.shm->answerBell();
+  } else if (number != kMeshNumber) {
     const int place = static_cast<int>(number);
-    epoll_.remove(shm_->segment().peer(place).pidfd.get());
+    epoll_.remove(met_.shm->segment().peer(place).pidfd.get());
     gone_.push_back({.place = place, .since = Clock::now()});
   }
 }
@@ -214,15 +353,15 @@ void Communicator::Implementation::wake() noexcept {
 
 void Communicator::Implementation::abort(const std::string& reason) noexcept {
   if (verdict_->set(Error(Fault::kAborted, "", "the communicator was aborted: " + reason)) &&
-      shm_ != nullptr) {
-    shm_->abort(reason);
+      met_.shm != nullptr) {
+    met_.shm->abort(reason);
   }
   wake();
 }
 
 void* Communicator::Implementation::allocate(size_t bytes) {
-  const bool isInside = shm_ != nullptr && map_.hosts.size() == 1;
-  return isInside && bytes <= shm_->roomLeft() ? shm_->allocate(bytes) : nullptr;
+  const bool isInside = met_.shm != nullptr && met_.mesh == nullptr;
+  return isInside && bytes <= met_.shm->roomLeft() ? met_.shm->allocate(bytes) : nullptr;
 }
 
 void Communicator::Implementation::checkRoot(int root) const {

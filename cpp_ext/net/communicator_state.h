@@ -1,39 +1,43 @@
 // What is behind a Communicator. Internal to its sources.
 #pragma once
 
-#include <array>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "net/call.h"
 #include "net/communicator.h"
-#include "net/host_map.h"
+#include "net/levels.h"
 #include "net/mailbox.h"
-#include "net/shm_carrier.h"
-#include "net/shm_group.h"
+#include "net/meeting.h"
 #include "net/verdict.h"
 
 namespace baguarun::net {
 
 // Threads: as Communicator.
-class Communicator::Implementation {
+class Communicator::Implementation : private WireContext {
  public:
   Implementation(const Options& options, const BlobExchange& exchange);
-  ~Implementation();
+  ~Implementation() override;
 
-  // Runs a collective: `go` must have ended by `deadline`. What it throws breaks the communicator.
-  template <class Go>
-  void collective(Clock::time_point deadline, Go go) {
+  // Runs a collective that must have ended by `deadline`: on one host `inside(group)`, between several
+  // `across(levels, call)`, alone `alone()`. What they throw breaks the communicator.
+  template <class Inside, class Across, class Alone>
+  void collective(Call call, Clock::time_point deadline, Inside inside, Across across, Alone alone) {
     const Verdict::Drive drive(*verdict_);
-    verdict_->check();
-    if (shm_ != nullptr) {
-      shm_->setDeadline(deadline);
-    }
+    enter(call, deadline);
     try {
-      go();
+      if (levels_ != nullptr) {
+        across(*levels_, call_);
+      } else if (met_.shm != nullptr) {
+        inside(*met_.shm);
+      } else {
+        alone();
+      }
     } catch (const Error& error) {
-      breakWith(error);
+      breakWith(error, true);
     }
   }
 
@@ -48,29 +52,42 @@ class Communicator::Implementation {
   int rank() const noexcept { return options_.rank; }
   int size() const noexcept { return options_.size; }
   const Verdict& verdict() const noexcept { return *verdict_; }
-  // Where all ranks are on one host.
-  ShmGroup* local() const noexcept { return shm_.get(); }
+  uint64_t bytesSent() const noexcept { return met_.mesh == nullptr ? 0 : met_.mesh->bytesSent(); }
 
  private:
-  // A process of this host that has ended without a word, and when that is a failure.
+  // A process of this host that has ended, and since when.
   struct Gone {
     int place;
     Clock::time_point since;
   };
 
-  void meet(const BlobExchange& exchange);
+  // WireContext
+  Mesh& mesh() override { return *met_.mesh; }
+  void await(int rank) override;
+  std::byte* scratch(size_t bytes) override;
+
   void watch();
-  [[noreturn]] void breakWith(const Error& error);
+  void makeCarriers();
+  void enter(Call call, Clock::time_point deadline);
+  [[noreturn]] void breakWith(const Error& error, bool isInCall);
+  void tellOthers(Clock::duration patience) noexcept;
+  bool waitBesides();
   bool advance();
+  bool advanceOnce();
+  Carrier* carrierTo(int rank);
   bool receive(PacketSink& sink);
   void checkGone();
+  void doze(Clock::time_point until);
   void hear(uint64_t number);
   std::string name(int rank) const;
+  int placeOf(int rank) const { return met_.map.placeOf[static_cast<size_t>(rank)]; }
+  const std::vector<int>& neighbours() const;
 
   const Options options_;
+  const int ownerPid_;
   const std::shared_ptr<Verdict> verdict_ = std::make_shared<Verdict>();
-  HostMap map_;
-  std::unique_ptr<ShmGroup> shm_;
+  Meeting met_;
+  std::unique_ptr<Levels> levels_;                  // where there are several hosts
   std::vector<std::unique_ptr<Carrier>> carriers_;  // by rank
   std::unique_ptr<Mailbox> mailbox_;
   Epoll epoll_;
@@ -78,6 +95,12 @@ class Communicator::Implementation {
   std::atomic<bool> isRung_{false};
   std::vector<Gone> gone_;
   size_t nextCarrier_ = 0;
+  std::vector<std::byte> scratch_;
+  uint64_t numCalls_ = 0;
+  Call call_;
+  Clock::time_point callStart_;
+  Clock::time_point deadline_;
+  bool hasTold_ = false;
 };
 
 }  // namespace baguarun::net

@@ -33,6 +33,9 @@ class Error : public std::runtime_error {
   // The name of the peer that the fault concerns ("rank 3 (10.0.0.4:4711)"); empty where it concerns none.
   const std::string& peer() const noexcept { return peer_; }
 
+  // what() without the peer.
+  std::string message() const { return peer_.empty() ? what() : what() + peer_.size() + 2; }
+
  private:
   Fault fault_;
   std::string peer_;

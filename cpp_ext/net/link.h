@@ -43,6 +43,8 @@ class Link;
 class Request {
  public:
   Link& link() const noexcept { return *link_; }
+  // What test() would find without moving anything.
+  bool isDone() const noexcept { return state_ == State::kDone; }
 
  private:
   friend class Link;

@@ -263,11 +263,9 @@ bool Mailbox::flush(int peer, Lane& lane) {
     }
     moved = true;
   }
-  if (!lane.unflushed.empty() && carrier->isFlushed()) {
-    for (const Handle& operation : lane.unflushed) {
-      finish(operation);
-    }
-    lane.unflushed.clear();
+  while (!lane.unflushed.empty() && lane.unflushed.front().first <= carrier->numFlushed()) {
+    finish(lane.unflushed.front().second);
+    lane.unflushed.pop_front();
     moved = true;
   }
   return moved;
@@ -292,7 +290,7 @@ bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
       operation->moved += packet.bytes;
       if (operation->moved == operation->bytes) {
         lane.outgoing.pop_front();
-        lane.unflushed.push_back(operation);
+        lane.unflushed.emplace_back(carrier.numSent(), operation);
       }
       break;
     case Packet::Kind::kRequest:

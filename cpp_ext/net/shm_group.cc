@@ -81,16 +81,8 @@ ShmGroup::Layout::Pair ShmGroup::Layout::pair(int from, int to) const {
 }
 
 std::string ShmGroup::Header::text() const {
-  constexpr std::array kNames = {"barrier",   "all-reduce", "reduce",  "reduce-scatter", "all-gather",
-                                 "broadcast", "gather",     "scatter", "all-to-all"};
-  std::string text = kNames.at(static_cast<size_t>(call));
-  if (call == ShmCall::kAllReduce || call == ShmCall::kReduce || call == ShmCall::kReduceScatter) {
-    text += std::string(" ") + name(op) + " of " + std::to_string(count) + " " + name(dtype);
-    text += offset == kPrivate ? "" : " in the segment";
-  } else if (call != ShmCall::kBarrier) {
-    text += " of " + std::to_string(count) + " bytes";
-  }
-  return text + " from/to rank " + std::to_string(root) + " as call " + std::to_string(sequence);
+  const Call& said = asked.kind == CallKind::kNone ? call : asked;
+  return said.text() + (offset == kPrivate ? "" : " in the segment");
 }
 
 size_t ShmGroup::segmentBytes(int size, size_t arenaBytes) {
@@ -195,27 +187,23 @@ bool ShmGroup::isInSegment(const void* data, size_t bytes) const {
   return bytes > 0 && bytesOf(data) >= arena && bytesOf(data) + bytes <= arena + arenaBytes_;
 }
 
-ShmGroup::Header ShmGroup::makeHeader(ShmCall call, uint64_t count, int root) const {
-  return {.sequence = sequence_,
-          .count = count,
-          .offset = Header::kPrivate,
-          .root = static_cast<uint32_t>(root),
-          .call = call,
-          .dtype = Dtype::kUint8,
-          .op = ReduceOp::kSum};
+ShmGroup::Header ShmGroup::makeHeader(CallKind kind, uint64_t count, int root) const {
+  return {.call = {.sequence = sequence_, .count = count, .root = static_cast<uint32_t>(root), .kind = kind},
+          .asked = asked_,
+          .offset = Header::kPrivate};
 }
 
 void ShmGroup::barrier() {
   exchange(
-      makeHeader(ShmCall::kBarrier, 0), 1, [](size_t, std::byte*) {}, [](size_t, uint64_t) {});
+      makeHeader(CallKind::kBarrier, 0), 1, [](size_t, std::byte*) {}, [](size_t, uint64_t) {});
 }
 
 void ShmGroup::allReduce(void* data, size_t count, Dtype dtype, ReduceOp op) {
   checkReduction(op, dtype);
   const size_t bytes = totalBytes(count, dtype);
-  Header call = makeHeader(ShmCall::kAllReduce, count);
-  call.dtype = dtype;
-  call.op = op;
+  Header call = makeHeader(CallKind::kAllReduce, count);
+  call.call.dtype = dtype;
+  call.call.op = op;
   if (isInSegment(data, bytes)) {
     call.offset = static_cast<uint64_t>(bytesOf(data) - segment_->data());
     reduceInSegment(call, bytesOf(data));
@@ -230,9 +218,9 @@ void ShmGroup::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int ro
   checkReduction(op, dtype);
   checkRank(root, "root");
   const size_t bytes = totalBytes(count, dtype);
-  Header call = makeHeader(ShmCall::kReduce, count, root);
-  call.dtype = dtype;
-  call.op = op;
+  Header call = makeHeader(CallKind::kReduce, count, root);
+  call.call.dtype = dtype;
+  call.call.op = op;
   if (bytes <= kAtOnceBytes) {
     reduceAtOnce(call, bytesOf(data));
   } else {
@@ -242,8 +230,8 @@ void ShmGroup::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int ro
 
 // Every rank reduces everything: P - 1 slots read, one synchronisation.
 void ShmGroup::reduceAtOnce(const Header& call, std::byte* data) {
-  const size_t bytes = call.count * elementBytes(call.dtype);
-  const bool wanted = call.call == ShmCall::kAllReduce || static_cast<int>(call.root) == rank_;
+  const size_t bytes = call.call.count * elementBytes(call.call.dtype);
+  const bool wanted = call.call.kind == CallKind::kAllReduce || static_cast<int>(call.call.root) == rank_;
   exchange(
       call, 1, [&](size_t, std::byte* own) { copyBytes(own, data, bytes); },
       [&](size_t, uint64_t step) {
@@ -255,17 +243,18 @@ void ShmGroup::reduceAtOnce(const Header& call, std::byte* data) {
           sources[static_cast<size_t>(rank)] = rank == rank_ ? data : slot(step, rank);
         }
         void* out = data;
-        net::reduce(call.op, call.dtype, {sources.data(), static_cast<size_t>(size_)}, {&out, 1}, call.count);
+        net::reduce(call.call.op, call.call.dtype, {sources.data(), static_cast<size_t>(size_)}, {&out, 1},
+                    call.call.count);
       });
 }
 
 // Step k copies chunk k in, reduces the own share of chunk k - 1 and gathers chunk k - 2.
 void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
-  const size_t each = elementBytes(call.dtype);
-  const size_t bytes = call.count * each;
+  const size_t each = elementBytes(call.call.dtype);
+  const size_t bytes = call.call.count * each;
   const size_t chunk = size_ == 2 && bytes >= kLargeBytes ? kSmallChunkBytes : Layout::kSlotBytes;
   const size_t steps = stepsFor(bytes, chunk);
-  const bool wanted = call.call == ShmCall::kAllReduce || static_cast<int>(call.root) == rank_;
+  const bool wanted = call.call.kind == CallKind::kAllReduce || static_cast<int>(call.call.root) == rank_;
   const uint64_t first = beginOperation();
   header(first, rank_) = call;
   std::array<const void*, kMaxRanks> sources;
@@ -291,7 +280,7 @@ void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
         sources[static_cast<size_t>(rank)] = rank == rank_ ? mine : bytesOf(slot(step, rank)) + own.begin;
       }
       const std::array<void*, 2> outs = {bytesOf(slot(step, rank_)) + own.begin, mine};
-      net::reduce(call.op, call.dtype, {sources.data(), static_cast<size_t>(size_)},
+      net::reduce(call.call.op, call.call.dtype, {sources.data(), static_cast<size_t>(size_)},
                   {outs.data(), wanted ? size_t{2} : size_t{1}}, (own.end - own.begin) / each);
       waiter_->post(layout_->done[rank_], step + 1);
     }
@@ -315,13 +304,13 @@ void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
 
 // Each rank reduces its share of everybody's data and writes the result to all.
 void ShmGroup::reduceInSegment(const Header& call, std::byte* data) {
-  const size_t each = elementBytes(call.dtype);
+  const size_t each = elementBytes(call.call.dtype);
   const uint64_t step = beginOperation();
   header(step, rank_) = call;
   postReady(step);
   waitReady(step);
   verify(step);
-  const Share own(call.count * each, size_, rank_);
+  const Share own(call.call.count * each, size_, rank_);
   std::array<void*, kMaxRanks> outs;
   std::array<const void*, kMaxRanks> sources;
   for (size_t at = own.begin; at < own.end; at += kPieceBytes) {
@@ -333,7 +322,7 @@ void ShmGroup::reduceInSegment(const Header& call, std::byte* data) {
     }
     // The own data first among the outs: the next ones are copies of what is in the cache.
     std::swap(outs[0], outs[static_cast<size_t>(rank_)]);
-    net::reduce(call.op, call.dtype, {sources.data(), static_cast<size_t>(size_)},
+    net::reduce(call.call.op, call.call.dtype, {sources.data(), static_cast<size_t>(size_)},
                 {outs.data(), static_cast<size_t>(size_)}, std::min(kPieceBytes, own.end - at) / each);
   }
   waiter_->post(layout_->done[rank_], step + 1);

@@ -18,24 +18,12 @@
 #include <string>
 #include <vector>
 
+#include "net/call.h"
 #include "net/reduce.h"
 #include "net/shm_segment.h"
 #include "net/shm_sync.h"
 
 namespace baguarun::net {
-
-// What a rank's call is; the calls of all ranks must be the same.
-enum class ShmCall : uint8_t {
-  kBarrier,
-  kAllReduce,
-  kReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kGather,
-  kScatter,
-  kAllToAll,
-};
 
 // One rank's membership. A failure (an Error from any operation but those for arguments) is final for the
 // group on every rank: destroy it and make another. Threads: collectives, packets and allocate() from one
@@ -101,6 +89,9 @@ class ShmGroup {
   // When the operations from now on must have ended.
   void setDeadline(Clock::time_point deadline) noexcept { fixedDeadline_ = deadline; }
 
+  // The operations from now on are parts of `call`, which must be the same on all ranks too.
+  void describe(const Call& call) noexcept { asked_ = call; }
+
   // Called where an operation has to wait, before it sleeps, and while it does.
   void setHook(ShmHook hook);
 
@@ -157,7 +148,7 @@ class ShmGroup {
   void verify(uint64_t step);
   void checkRank(int rank, const char* what) const;
   bool isInSegment(const void* data, size_t bytes) const;
-  Header makeHeader(ShmCall call, uint64_t count, int root = 0) const;
+  Header makeHeader(CallKind kind, uint64_t count, int root = 0) const;
 
   // Runs `steps` steps: copyIn(k, own slot) fills a slot, copyOut(k, step) reads all of them.
   template <class CopyIn, class CopyOut>
@@ -176,6 +167,7 @@ class ShmGroup {
   std::unique_ptr<ShmWaiter> waiter_;
   uint64_t step_ = 0;
   uint64_t sequence_ = 0;
+  Call asked_;
   size_t arenaUsed_ = 0;
   std::optional<Clock::time_point> fixedDeadline_;
   Clock::time_point deadline_;

@@ -12,17 +12,12 @@ namespace baguarun::net {
 struct alignas(64) ShmGroup::Header {
   static constexpr uint64_t kPrivate = ~uint64_t{0};
 
-  uint64_t sequence;
-  uint64_t count;   // elements for reductions, else bytes
+  Call call;
+  Call asked;       // what `call` is a part of, if it is
   uint64_t offset;  // of the data in the segment; kPrivate: elsewhere
-  uint32_t root;
-  ShmCall call;
-  Dtype dtype;
-  ReduceOp op;
 
   bool matches(const Header& other) const {
-    return sequence == other.sequence && count == other.count && root == other.root && call == other.call &&
-           dtype == other.dtype && op == other.op && (offset == kPrivate) == (other.offset == kPrivate);
+    return call == other.call && asked == other.asked && (offset == kPrivate) == (other.offset == kPrivate);
   }
   std::string text() const;
 };

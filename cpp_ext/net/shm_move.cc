@@ -22,9 +22,9 @@ void ShmGroup::reduceScatter(const void* in, void* out, size_t count, Dtype dtyp
   const size_t bytes = totalBytes(count, dtype);
   const auto ranks = static_cast<size_t>(size_);
   const size_t portion = Layout::kSlotBytes / ranks & ~size_t{63};
-  Header call = makeHeader(ShmCall::kReduceScatter, count);
-  call.dtype = dtype;
-  call.op = op;
+  Header call = makeHeader(CallKind::kReduceScatter, count);
+  call.call.dtype = dtype;
+  call.call.op = op;
   exchange(
       call, stepsFor(bytes, portion),
       [&](size_t k, std::byte* own) {
@@ -52,7 +52,7 @@ void ShmGroup::reduceScatter(const void* in, void* out, size_t count, Dtype dtyp
 
 void ShmGroup::allGather(const void* in, void* out, size_t bytes) {
   exchange(
-      makeHeader(ShmCall::kAllGather, bytes), stepsFor(bytes, Layout::kSlotBytes),
+      makeHeader(CallKind::kAllGather, bytes), stepsFor(bytes, Layout::kSlotBytes),
       [&](size_t k, std::byte* own) {
         const Piece piece(k, Layout::kSlotBytes, bytes);
         copyBytes(own, bytesOf(in) + piece.offset, piece.bytes);
@@ -70,7 +70,7 @@ void ShmGroup::allGather(const void* in, void* out, size_t bytes) {
 void ShmGroup::broadcast(void* data, size_t bytes, int root) {
   checkRank(root, "root");
   exchange(
-      makeHeader(ShmCall::kBroadcast, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
+      makeHeader(CallKind::kBroadcast, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
       [&](size_t k, std::byte* own) {
         const Piece piece(k, Layout::kSlotBytes, bytes);
         if (rank_ == root) {
@@ -88,7 +88,7 @@ void ShmGroup::broadcast(void* data, size_t bytes, int root) {
 void ShmGroup::gather(const void* in, void* out, size_t bytes, int root) {
   checkRank(root, "root");
   exchange(
-      makeHeader(ShmCall::kGather, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
+      makeHeader(CallKind::kGather, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
       [&](size_t k, std::byte* own) {
         const Piece piece(k, Layout::kSlotBytes, bytes);
         if (rank_ != root) {
@@ -109,7 +109,7 @@ void ShmGroup::scatter(const void* in, void* out, size_t bytes, int root) {
   const auto ranks = static_cast<size_t>(size_);
   const size_t portion = Layout::kSlotBytes / ranks & ~size_t{63};
   exchange(
-      makeHeader(ShmCall::kScatter, bytes, root), stepsFor(bytes, portion),
+      makeHeader(CallKind::kScatter, bytes, root), stepsFor(bytes, portion),
       [&](size_t k, std::byte* own) {
         const Piece piece(k, portion, bytes);
         for (size_t q = 0; rank_ == root && q < ranks; ++q) {
@@ -163,7 +163,7 @@ void ShmGroup::allToAllV(const void* in, std::span<const size_t> sendBytes, void
   const size_t portion = Layout::kSlotBytes / ranks & ~size_t{63};
   const auto mine = static_cast<size_t>(rank_);
   exchange(
-      makeHeader(ShmCall::kAllToAll, most), stepsFor(most, portion),
+      makeHeader(CallKind::kAllToAll, most), stepsFor(most, portion),
       [&](size_t k, std::byte* own) {
         for (size_t q = 0; q < ranks; ++q) {
           const Piece piece(k, portion, sendBytes[q]);

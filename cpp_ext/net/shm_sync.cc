@@ -8,8 +8,9 @@
 
 #include <bit>
 #include <climits>
-#include <string_view>
 #include <utility>
+
+#include "net/told.h"
 
 namespace baguarun::net {
 
@@ -120,11 +121,7 @@ void ShmWaiter::record(ShmFailure failure, int culprit, const std::string& reaso
 }
 
 void ShmWaiter::record(const Error& error) noexcept {
-  // what() begins with the peer's name, which stands alone in the first line for throwFailure().
-  const std::string_view what = error.what();
-  const size_t skip = error.peer().empty() ? 0 : error.peer().size() + 2;
-  record(ShmFailure::kTold, static_cast<int>(error.fault()),
-         error.peer() + "\n" + std::string(what.substr(skip)));
+  record(ShmFailure::kTold, static_cast<int>(error.fault()), error.peer() + "\n" + error.message());
 }
 
 void ShmWaiter::fail(ShmFailure failure, int culprit, const std::string& reason) {
@@ -138,7 +135,8 @@ void ShmWaiter::throwFailure() const {
   const std::string reason = reasons_[verdict.reporter].text;
   if (verdict.failure == ShmFailure::kTold) {
     const size_t end = reason.find('\n');
-    throw Error(static_cast<Fault>(verdict.culprit), reason.substr(0, end), reason.substr(end + 1));
+    throw Told(Error(static_cast<Fault>(verdict.culprit), reason.substr(0, end), reason.substr(end + 1)),
+               true);
   }
   const std::string culprit = segment_->peerName(verdict.culprit);
   const std::string found = isOurs ? "" : " (found by " + segment_->peerName(verdict.reporter) + ")";

@@ -1,0 +1,353 @@
+#include "net/control.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+namespace baguarun::net {
+
+namespace {
+
+// How long what a rank that vanished had sent before may still serve the others.
+constexpr std::chrono::milliseconds kGrace{500};
+// How long rank 0 waits for answers, and the others for its verdict.
+constexpr std::chrono::milliseconds kAskingTime{250};
+constexpr std::chrono::milliseconds kVerdictTime{800};
+// How long to wait for a better reason than that a link broke.
+constexpr std::chrono::milliseconds kReasonTime{300};
+
+template <size_t kSize>
+void setText(char (&to)[kSize], const std::string& from) {
+  to[from.copy(to, kSize - 1)] = '\0';
+}
+
+template <size_t kSize>
+std::string getText(const char (&from)[kSize]) {
+  return std::string(from, strnlen(from, kSize));
+}
+
+}  // namespace
+
+Control::Control(int rank, int size, Mesh& mesh)
+    : rank_(rank), size_(size), mesh_(mesh), peers_(static_cast<size_t>(size)) {
+  if (!isHub()) {
+    mesh_.want(Mesh::Use::kControl, 0);
+  }
+}
+
+// Those whom this rank has a control link to.
+template <class Do>
+void Control::forLinked(Do act) {
+  for (int rank = isHub() ? 1 : 0; rank < (isHub() ? size_ : 1); ++rank) {
+    act(rank);
+  }
+}
+
+int Control::firstMissing() const {
+  for (int rank = isHub() ? 1 : 0; rank < (isHub() ? size_ : 1); ++rank) {
+    if (mesh_.find(Mesh::Use::kControl, rank) == nullptr) {
+      return rank;
+    }
+  }
+  return rank_;
+}
+
+bool Control::isComplete() const { return firstMissing() == rank_; }
+
+void Control::enter(const Call& call) {
+  call_ = call;
+  hasReported_ = false;
+  peers_[static_cast<size_t>(rank_)].call = call;
+}
+
+void Control::reportWaiting() {
+  if (hasReported_) {
+    return;
+  }
+  hasReported_ = true;
+  if (isHub()) {
+    compare(rank_);
+  } else {
+    say(0, make(Kind::kWaiting));
+  }
+}
+
+Control::Word Control::make(Kind kind) const {
+  Word word{};
+  word.kind = kind;
+  word.rank = rank_;
+  word.call = call_;
+  return word;
+}
+
+Control::Word Control::withError(Word word, const Error& error) {
+  word.fault = error.fault();
+  setText(word.peer, error.peer());
+  setText(word.text, error.message());
+  return word;
+}
+
+void Control::say(int to, const Word& word) {
+  Link* const link = mesh_.find(Mesh::Use::kControl, to);
+  if (link == nullptr || mesh_.end(Mesh::Use::kControl, to).has_value()) {
+    return;
+  }
+  std::deque<Outgoing>& outgoing = peers_[static_cast<size_t>(to)].outgoing;
+  while (!outgoing.empty() && outgoing.front().request->isDone()) {
+    link->test(outgoing.front().request);
+    outgoing.pop_front();
+  }
+  auto kept = std::make_unique<Word>(word);
+  // A peer that has not read 32 words does not read at all, and will be found out otherwise.
+  if (Request* const request = link->isend(kept.get(), sizeof(Word))) {
+    outgoing.push_back({std::move(kept), request});
+    mesh_.poke(Mesh::Use::kControl, to, sizeof(Word));
+  }
+}
+
+void Control::sayAll(const Word& word, int except) {
+  forLinked([&](int rank) {
+    if (rank != except) {
+      say(rank, word);
+    }
+  });
+}
+
+void Control::flush(Clock::duration patience) noexcept {
+  const auto end = Clock::now() + patience;
+  bool isPending = true;
+  while (isPending) {
+    isPending = false;
+    forLinked([&](int rank) {
+      auto& outgoing = peers_[static_cast<size_t>(rank)].outgoing;
+      Link* const link = mesh_.find(Mesh::Use::kControl, rank);
+      if (link == nullptr || outgoing.empty() || mesh_.end(Mesh::Use::kControl, rank).has_value()) {
+        return;
+      }
+      try {
+        link->progress();
+        isPending |= !outgoing.back().request->isDone();
+      } catch (const Error&) {
+        outgoing.clear();  // it is gone, and needs to hear nothing
+      }
+    });
+    if (isPending) {
+      if (Clock::now() >= end) {
+        return;
+      }
+      waitReadable(mesh_.pollFd(), std::chrono::milliseconds(1));
+    }
+  }
+}
+
+void Control::tell(const Error& error, Clock::duration patience) noexcept {
+  try {
+    sayAll(withError(make(Kind::kFailure), error), rank_);
+  } catch (const Error&) {
+    return;  // the link is broken: nobody hears
+  }
+  flush(patience);
+}
+
+void Control::leave(Clock::duration patience) noexcept {
+  try {
+    sayAll(make(Kind::kLeaving), rank_);
+  } catch (const Error&) {
+    return;  // the link is broken: nobody hears
+  }
+  flush(patience);
+}
+
+void Control::progress() {
+  forLinked([&](int rank) {
+    while (hear(rank)) {
+    }
+    checkLost(rank);
+  });
+  if (inquiry_.has_value() && Clock::now() >= inquiry_->end) {
+    throw Told(conclude(), false);
+  }
+}
+
+// Takes one word. False: there was none.
+bool Control::hear(int from) {
+  Link* const link = mesh_.find(Mesh::Use::kControl, from);
+  Peer& peer = peers_[static_cast<size_t>(from)];
+  if (link == nullptr || (peer.incoming != nullptr && !peer.incoming->isDone())) {
+    return false;
+  }
+  const bool came = peer.incoming != nullptr;
+  const bool isWhole = !came || link->test(peer.incoming).bytes == sizeof(Word);
+  const Word word = peer.word;
+  peer.incoming = nullptr;
+  if (!peer.lostAt.has_value() && !mesh_.end(Mesh::Use::kControl, from).has_value()) {
+    peer.incoming = link->irecv(&peer.word, sizeof(Word));
+    mesh_.poke(Mesh::Use::kControl, from, 0);
+  }
+  if (!isWhole) {
+    throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
+  }
+  if (came) {
+    obey(from, word);
+  }
+  return came;
+}
+
+void Control::obey(int from, const Word& word) {
+  const int rank = isHub() ? from : word.rank;
+  if (rank < 0 || rank >= size_ ||
+      static_cast<uint32_t>(word.fault) > static_cast<uint32_t>(Fault::kTimeout)) {
+    throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
+  }
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  switch (word.kind) {
+    case Kind::kLeaving:
+      peer.hasLeft = true;
+      if (isHub()) {
+        sayAll(word, from);
+      }
+      return;
+    case Kind::kFailure: {
+      if (isHub()) {
+        sayAll(word, from);
+      }
+      std::string text = getText(word.text);
+      if (word.fault == Fault::kAborted) {
+        throw Told(Error(Fault::kRemote, name(rank), "aborted: " + text), true);
+      }
+      if (rank != 0 || word.fault != Fault::kTimeout) {
+        text += " (found by " + name(rank) + ")";
+      }
+      throw Told(Error(word.fault, getText(word.peer), text), true);
+    }
+    case Kind::kWaiting:
+      peer.call = word.call;
+      peer.hasAnswered = true;
+      if (isHub()) {
+        compare(rank);
+      }
+      return;
+    case Kind::kTimeout:
+      peer.call = word.call;
+      peer.hasAnswered = true;
+      if (isHub() && !inquiry_.has_value()) {
+        ask(word.call, Error(word.fault, getText(word.peer), getText(word.text)), rank);
+      }
+      return;
+    case Kind::kAsking:
+      say(0, make(Kind::kWaiting));
+      return;
+  }
+  throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
+}
+
+// Rank 0: whether somebody waits in another call of the same number.
+void Control::compare(int rank) {
+  const Call& call = peers_[static_cast<size_t>(rank)].call;
+  for (int other = 0; other < size_; ++other) {
+    const Call& theirs = peers_[static_cast<size_t>(other)].call;
+    if (other != rank && theirs.kind != CallKind::kNone && theirs.sequence == call.sequence &&
+        theirs != call) {
+      const int later = std::max(rank, other);
+      const int earlier = std::min(rank, other);
+      throw Told(Error(Fault::kUsage, name(later),
+                       "calls " + peers_[static_cast<size_t>(later)].call.text() + ", where " +
+                           name(earlier) + " calls " + peers_[static_cast<size_t>(earlier)].call.text()),
+                 false);
+    }
+  }
+}
+
+void Control::checkLost(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (!peer.lostAt.has_value() && mesh_.end(Mesh::Use::kControl, rank).has_value()) {
+    peer.lostAt = Clock::now();
+  }
+  if (!peer.hasLeft && peer.lostAt.has_value() && Clock::now() >= *peer.lostAt + kGrace) {
+    throw Told(Error(Fault::kRemote, name(rank), "its connection ended: has it died?"), false);
+  }
+}
+
+void Control::ask(const Call& call, const Error& error, int asker) {
+  for (Peer& peer : peers_) {
+    peer.hasAnswered = false;
+  }
+  peers_[0].hasAnswered = true;
+  peers_[static_cast<size_t>(asker)].hasAnswered = true;
+  inquiry_ = {.end = Clock::now() + kAskingTime, .call = call, .error = error, .asker = asker};
+  sayAll(make(Kind::kAsking), asker);
+}
+
+Error Control::conclude() const {
+  std::vector<int> late;
+  for (int rank = 0; rank < size_; ++rank) {
+    const Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (!peer.hasAnswered || peer.call.sequence < inquiry_->call.sequence) {
+      late.push_back(rank);
+    }
+  }
+  if (late.empty()) {
+    return Error(Fault::kTimeout, inquiry_->error.peer(),
+                 inquiry_->error.message() + " (found by " + name(inquiry_->asker) + ")");
+  }
+  std::string others;
+  for (size_t i = 1; i < late.size(); ++i) {
+    others += (i == 1 ? ", nor did " : ", ") + name(late[i]);
+  }
+  return Error(Fault::kTimeout, name(late[0]),
+               "did not take part in " + inquiry_->call.text() + " in time" + others);
+}
+
+Told Control::explainTimeout(const Error& error) {
+  if (isHub()) {
+    if (!inquiry_.has_value()) {
+      ask(call_, error, 0);
+    }
+  } else {
+    say(0, withError(make(Kind::kTimeout), error));
+  }
+  return listen(kVerdictTime)
+      .value_or(
+          Told(Error(Fault::kTimeout, name(0), "did not take part in " + call_.text() + " in time"), false));
+}
+
+Told Control::explainBreak(const Error& error) { return listen(kReasonTime).value_or(Told(error, false)); }
+
+// What the others say, if they do within `patience`. Only control links are looked at.
+std::optional<Told> Control::listen(Clock::duration patience) {
+  const auto end = Clock::now() + patience;
+  try {
+    while (Clock::now() < end) {
+      forLinked([&](int rank) {
+        Link* const link = mesh_.find(Mesh::Use::kControl, rank);
+        if (link != nullptr && !peers_[static_cast<size_t>(rank)].lostAt.has_value()) {
+          try {
+            link->progress();
+          } catch (const Error&) {
+            peers_[static_cast<size_t>(rank)].lostAt = Clock::now();
+          }
+        }
+      });
+      progress();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  } catch (const Told& told) {
+    return told;
+  }
+  return std::nullopt;
+}
+
+std::optional<Clock::time_point> Control::nextCall() const {
+  std::optional<Clock::time_point> next;
+  if (inquiry_.has_value()) {
+    next = inquiry_->end;
+  }
+  for (const Peer& peer : peers_) {
+    if (peer.lostAt.has_value() && !peer.hasLeft) {
+      next = std::min(next.value_or(Clock::time_point::max()), *peer.lostAt + kGrace);
+    }
+  }
+  return next;
+}
+
+}  // namespace baguarun::net

@@ -1,0 +1,44 @@
+// Packets between ranks over links: each sends on the link that it made.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "net/carrier.h"
+#include "net/mesh.h"
+
+namespace baguarun::net {
+
+// Threads: one at a time.
+class LinkCarrier : public Carrier {
+ public:
+  LinkCarrier(Mesh& mesh, int rank) : mesh_(mesh), rank_(rank) {}
+
+  size_t dataBytes() const override { return size_t{1} << 20; }
+  bool send(const Packet& packet, const std::byte* payload) override;
+  uint64_t numSent() const override { return numSent_; }
+  uint64_t numFlushed() override;
+  bool receive(PacketSink& sink) override;
+
+ private:
+  // Kept until the link has taken it.
+  struct Parcel {
+    std::vector<std::byte> bytes;
+    Request* request;
+    Request* payload;  // of kData, which goes from where it is
+  };
+
+  bool post(Link& link);
+
+  Mesh& mesh_;
+  const int rank_;
+  std::deque<Parcel> parcels_;
+  uint64_t numSent_ = 0;
+  uint64_t numFlushed_ = 0;
+  std::vector<std::byte> room_;  // for the next packet
+  Request* incoming_ = nullptr;
+  Packet packet_;
+  bool isPayload_ = false;  // `incoming_` is the payload of `packet_`
+};
+
+}  // namespace baguarun::net

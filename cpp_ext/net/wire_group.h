@@ -1,0 +1,74 @@
+// Collectives among ranks that are joined by links, one or more per host.
+//
+// All-reduce up to 64 KiB: recursive doubling, log2(n) rounds for any number n of ranks. Above: a ring, each
+// rank sending and receiving 2(n-1)/n of the data in segments that are sent on as soon as they are reduced.
+// Reduce-scatter and all-gather are halves of the ring (small all-gathers go straight to everybody),
+// broadcast and reduce are binomial trees and pipelined chains, gather, scatter and all-to-all go straight.
+// Every element's reduction is finished on one rank, or by all in the same order: the same bits everywhere.
+//
+// Partial sums travel in the type of the data. So a ring rounds 16-bit floats once per rank; the communicator
+// gives small ones as fp32.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "net/wire_call.h"
+
+namespace baguarun::net {
+
+// What a reduction does: `divisor` above 1 divides the end result.
+struct Reduction {
+  Dtype dtype;
+  ReduceOp op;
+  int divisor = 1;
+};
+
+// Threads: one at a time.
+class WireGroup {
+ public:
+  static constexpr size_t kSmallBytes = 64 << 10;
+
+  // Among `members` (ranks), of which this is `members[place]`. All operations: roots are places.
+  WireGroup(WireContext& context, std::vector<int> members, size_t place);
+
+  size_t size() const noexcept { return members_.size(); }
+  size_t place() const noexcept { return place_; }
+  const std::vector<int>& members() const noexcept { return members_; }
+
+  void allReduce(const Call& call, void* data, size_t count, Reduction reduction);
+  void reduce(const Call& call, void* data, size_t count, Reduction reduction, size_t root);
+  // `in`, one block of `count` elements per member, is overwritten with partial results.
+  void reduceScatter(const Call& call, void* in, void* out, size_t count, Reduction reduction);
+  void allGather(const Call& call, const void* in, void* out, size_t bytes);
+  void broadcast(const Call& call, void* data, size_t bytes, size_t root);
+  void gather(const Call& call, const void* in, void* out, size_t bytes, size_t root);
+  void scatter(const Call& call, const void* in, void* out, size_t bytes, size_t root);
+  void allToAllV(const Call& call, const void* in, std::span<const size_t> sendBytes, void* out,
+                 std::span<const size_t> recvBytes);
+  void barrier(const Call& call);
+
+ private:
+  // Blocks around the ring; see ring().
+  struct Ring {
+    std::byte* data;
+    size_t blockBytes;  // of each but perhaps the last
+    size_t totalBytes;
+    size_t shift;        // how far the blocks are turned
+    size_t reduceSteps;  // then the blocks are handed on as they are
+    size_t steps;
+    Reduction reduction;
+  };
+  struct Segments;
+
+  void ring(WireCall& call, const Ring& ring);
+  void doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction);
+  void combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
+               bool otherFirst);
+
+  WireContext& context_;
+  const std::vector<int> members_;
+  const size_t place_;
+};
+
+}  // namespace baguarun::net

@@ -1,0 +1,231 @@
+// The operations of WireGroup that reduce, and the ring.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "net/error.h"
+#include "net/scale.h"
+#include "net/shm_steps.h"
+#include "net/wire_group.h"
+
+namespace baguarun::net {
+
+using shm::copyBytes;
+
+namespace {
+
+// Pieces of a block: small enough that several are under way at once, large enough to cost little each.
+constexpr size_t kLeastSegmentBytes = 64 << 10;
+constexpr size_t kMostSegmentBytes = 512 << 10;
+constexpr size_t kSegmentsPerBlock = 8;
+// Received and not yet reduced.
+constexpr size_t kWindow = 16;
+
+size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+WireGroup::WireGroup(WireContext& context, std::vector<int> members, size_t place)
+    : context_(context), members_(std::move(members)), place_(place) {}
+
+// The segments of a ring's blocks. All blocks have as many; the last block's may be short or empty.
+struct WireGroup::Segments {
+  explicit Segments(const Ring& ring, size_t members)
+      : ring(ring),
+        numBlocks(members),
+        bytes(std::clamp(roundUp(ring.blockBytes / kSegmentsPerBlock, 4096), kLeastSegmentBytes,
+                         kMostSegmentBytes)),
+        perBlock(std::max<size_t>(1, (ring.blockBytes + bytes - 1) / bytes)) {}
+
+  // Segment `number`, counted over the steps, of what the rank at `place` sends.
+  std::span<std::byte> sent(size_t place, size_t number) const {
+    const size_t step = number / perBlock;
+    const size_t block = (place + ring.shift + 2 * numBlocks - step) % numBlocks;
+    const size_t begin = std::min(block * ring.blockBytes, ring.totalBytes);
+    const size_t end = std::min(begin + ring.blockBytes, ring.totalBytes);
+    const size_t from = std::min(begin + number % perBlock * bytes, end);
+    return {ring.data + from, std::min(from + bytes, end) - from};
+  }
+
+  const Ring& ring;
+  const size_t numBlocks;
+  const size_t bytes;
+  const size_t perBlock;
+};
+
+// In step s, a rank sends the block that it has finished in step s - 1 and receives the one before it in the
+// ring; in the first `reduceSteps` what comes is added to the own block. Segment j of the row of all segments
+// can be sent when segment j - perBlock of the row has come.
+void WireGroup::ring(WireCall& call, const Ring& ring) {
+  const size_t members = call.size();
+  const size_t next = (place_ + 1) % members;
+  const size_t previous = (place_ + members - 1) % members;
+  const Segments segments(ring, members);
+  const size_t total = ring.steps * segments.perBlock;
+  const size_t reduced = ring.reduceSteps * segments.perBlock;
+  const size_t lastStep = reduced - std::min(reduced, segments.perBlock);
+  std::byte* const window = reduced > 0 ? context_.scratch(kWindow * segments.bytes) : nullptr;
+  size_t sent = 0;
+  size_t posted = 0;
+  size_t done = 0;
+  while (sent < total || done < total) {
+    for (; sent < total && (sent < segments.perBlock || sent < done + segments.perBlock); ++sent) {
+      const auto segment = segments.sent(place_, sent);
+      call.send(next, segment.data(), segment.size());
+    }
+    for (; posted < total && posted < done + kWindow; ++posted) {
+      const auto segment = segments.sent(previous, posted);
+      std::byte* const slot = window + posted % kWindow * segments.bytes;
+      call.receive(previous, posted < reduced ? slot : segment.data(), segment.size());
+    }
+    call.advance();
+    if (done < total && call.numReceived(previous) == done) {
+      call.pass(previous);
+      continue;
+    }
+    for (; done < call.numReceived(previous); ++done) {
+      if (done < reduced) {
+        const auto segment = segments.sent(previous, done);
+        const size_t count = segment.size() / elementBytes(ring.reduction.dtype);
+        combine(ring.reduction, segment.data(), window + done % kWindow * segments.bytes, count, true);
+        if (done >= lastStep && ring.reduction.divisor > 1) {
+          divide(ring.reduction.dtype, segment.data(), count, ring.reduction.divisor);
+        }
+      }
+    }
+  }
+  call.finish();
+}
+
+void WireGroup::combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
+                        bool otherFirst) {
+  if (count == 0) {
+    return;
+  }
+  const std::array<const void*, 2> sources = {otherFirst ? other : data, otherFirst ? data : other};
+  void* const out = data;
+  net::reduce(reduction.op, reduction.dtype, sources, {&out, 1}, count);
+}
+
+// Pairs at distance 1, 2, 4, ... exchange what they have. Ranks beyond the largest power of two add theirs to
+// a partner's first and are told the result.
+void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction) {
+  const size_t bytes = count * elementBytes(reduction.dtype);
+  const size_t members = call.size();
+  size_t power = 1;
+  while (2 * power <= members) {
+    power *= 2;
+  }
+  std::byte* const other = context_.scratch(bytes);
+  if (place_ >= power) {
+    call.send(place_ - power, data, bytes);
+    call.waitSent(place_ - power, 1);
+    call.receive(place_ - power, data, bytes);
+    call.finish();
+    return;
+  }
+  const bool hasExtra = place_ + power < members;
+  if (hasExtra) {
+    call.receive(place_ + power, other, bytes);
+    call.waitReceived(place_ + power, 1);
+    combine(reduction, data, other, count, false);
+  }
+  for (size_t distance = 1; distance < power; distance *= 2) {
+    const size_t partner = place_ ^ distance;
+    call.send(partner, data, bytes);
+    call.receive(partner, other, bytes);
+    call.waitReceived(partner, 1);
+    call.waitSent(partner, 1);
+    combine(reduction, data, other, count, partner < place_);
+  }
+  if (reduction.divisor > 1) {
+    divide(reduction.dtype, data, count, reduction.divisor);
+  }
+  if (hasExtra) {
+    call.send(place_ + power, data, bytes);
+  }
+  call.finish();
+}
+
+void WireGroup::allReduce(const Call& call, void* data, size_t count, Reduction reduction) {
+  WireCall wire(context_, members_, place_, call);
+  const size_t each = elementBytes(reduction.dtype);
+  const size_t bytes = count * each;
+  if (bytes <= kSmallBytes) {
+    doubling(wire, static_cast<std::byte*>(data), count, reduction);
+    return;
+  }
+  // Blocks meet at cache lines.
+  const size_t block = roundUp((bytes + size() - 1) / size(), 64);
+  ring(wire, {.data = static_cast<std::byte*>(data),
+              .blockBytes = block,
+              .totalBytes = bytes,
+              .shift = 0,
+              .reduceSteps = size() - 1,
+              .steps = 2 * (size() - 1),
+              .reduction = reduction});
+}
+
+void WireGroup::reduceScatter(const Call& call, void* in, void* out, size_t count, Reduction reduction) {
+  WireCall wire(context_, members_, place_, call);
+  const size_t bytes = count * elementBytes(reduction.dtype);
+  // Turned by one, so that what a rank finishes last is its own block.
+  ring(wire, {.data = static_cast<std::byte*>(in),
+              .blockBytes = bytes,
+              .totalBytes = bytes * size(),
+              .shift = size() - 1,
+              .reduceSteps = size() - 1,
+              .steps = size() - 1,
+              .reduction = reduction});
+  copyBytes(out, static_cast<std::byte*>(in) + place_ * bytes, bytes);
+}
+
+// A chain that ends at the root: each adds its own to what comes and hands it on.
+void WireGroup::reduce(const Call& call, void* data, size_t count, Reduction reduction, size_t root) {
+  WireCall wire(context_, members_, place_, call);
+  const size_t each = elementBytes(reduction.dtype);
+  const size_t bytes = count * each;
+  const size_t position = (place_ + size() - root - 1) % size();  // the root is last
+  const bool isFirst = position == 0;
+  const bool isLast = place_ == root;
+  const size_t next = (place_ + 1) % size();
+  const size_t previous = (place_ + size() - 1) % size();
+  const size_t segment =
+      std::clamp(roundUp(bytes / (2 * kSegmentsPerBlock), 4096), kLeastSegmentBytes, kMostSegmentBytes);
+  const size_t total = std::max<size_t>(1, (bytes + segment - 1) / segment);
+  std::byte* const window = context_.scratch(kWindow * segment);
+  const auto own = [&](size_t k) {
+    const size_t from = std::min(k * segment, bytes);
+    return std::span(static_cast<std::byte*>(data) + from, std::min(segment, bytes - from));
+  };
+  size_t posted = 0;
+  for (size_t done = 0; done < total; ++done) {
+    const auto mine = own(done);
+    if (isFirst) {
+      wire.send(next, mine.data(), mine.size());
+      continue;
+    }
+    // A slot is free again when what it held has been sent on.
+    if (!isLast && done >= kWindow / 2) {
+      wire.waitSent(next, done - kWindow / 2 + 1);
+    }
+    for (; posted < total && posted < done + kWindow / 2; ++posted) {
+      wire.receive(previous, window + posted % kWindow * segment, own(posted).size());
+    }
+    wire.waitReceived(previous, done + 1);
+    std::byte* const slot = window + done % kWindow * segment;
+    const size_t elements = mine.size() / each;
+    if (isLast) {
+      combine(reduction, mine.data(), slot, elements, true);
+      if (reduction.divisor > 1) {
+        divide(reduction.dtype, mine.data(), elements, reduction.divisor);
+      }
+    } else {
+      combine(reduction, slot, mine.data(), elements, false);
+      wire.send(next, slot, mine.size());
+    }
+  }
+  wire.finish();
+}
+
+}  // namespace baguarun::net

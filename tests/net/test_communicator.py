@@ -1,0 +1,202 @@
+"""Collectives among ranks of one host and of several, against numpy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.net.communicator_peer import Member, members
+from tests.net.shm_peer import DTYPES, OPS, pointer
+from tests.net.test_shm import FLOATS, all_to_all, bytes_from_to, folded, move_everything, moved, values
+
+# Who is on whose host: all on one, each alone, rails (also mixed up), uneven, and one that stands alone.
+LAYOUTS = ("a", "ab", "abc", "aabb", "abab", "aab", "abcde", "abbabc", "aaabbb")
+layouts = pytest.mark.parametrize("hosts", LAYOUTS)
+# Nothing, one, an odd few, around what goes at once (64 KiB of fp32), blocks and segments of a ring.
+SIZES = (0, 1, 7, 1023, 16384, 16385, 65_536 * 3, 65_536 * 3 + 1, 1_000_003)
+# Between two results of a row of roundings.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+def reduce_all(member: Member, cases: list[tuple[str, str, int]]) -> list[np.ndarray]:
+    outcomes = []
+    for op, dtype, count in cases:
+        data = values(member.rank, count, dtype)
+        member.all_reduce(data, op)
+        outcomes.append(data)
+    return outcomes
+
+
+def check_reduced(got: np.ndarray, op: str, arrays: Sequence[np.ndarray]) -> None:
+    dtype = arrays[0].dtype.name
+    if dtype.startswith("float"):
+        wide = np.float64 if dtype == "float64" else np.float32
+        want = folded(op, [array.astype(wide) for array in arrays])
+        np.testing.assert_allclose(
+            got.astype(wide), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * len(arrays)
+        )
+    else:
+        assert np.array_equal(got, folded(op, list(arrays)))
+
+
+@layouts
+def test_all_reduce_gives_every_rank_the_same_bits(tmp_path: Path, hosts: str) -> None:
+    cases = [("sum", dtype, 1023) for dtype in DTYPES if dtype != "bfloat16"]
+    cases += [("sum", "float32", count) for count in SIZES] + [("avg", "float16", 70_001)]
+    cases += [(op, "float32", 70_001) for op in FLOATS] + [(op, "int32", 70_001) for op in OPS if op != "avg"]
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        outcomes = group.run(reduce_all, cases)
+    for number, (op, dtype, count) in enumerate(cases):
+        bits = {outcome[number].tobytes() for outcome in outcomes}
+        assert len(bits) == 1, (op, dtype, count)
+        check_reduced(outcomes[0][number], op, [values(rank, count, dtype) for rank in range(len(hosts))])
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb", "aab"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_small_16_bit_floats_are_rounded_once(tmp_path: Path, hosts: str, op: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        outcomes = group.run(reduce_all, [(op, "float16", 5000)])
+    # In fp32 the sum of so few 16-bit numbers hardly depends on the order.
+    want = folded(op, [values(rank, 5000, "float16") for rank in range(len(hosts))])
+    wrong = np.count_nonzero(outcomes[0][0] != want)
+    assert wrong <= 5, wrong
+
+
+def reduce_bfloat16(member: Member, count: int) -> np.ndarray:
+    wide = values(member.rank, count, "float32")
+    data = (wide.view(np.uint32) >> 16).astype(np.uint16)
+    member.all_reduce(data, "sum", "bfloat16")
+    return data
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_bfloat16_is_reduced_too(tmp_path: Path, count: int) -> None:
+    with members(tmp_path, 3, list("aab")) as group:
+        outcomes = group.run(reduce_bfloat16, count)
+    wide = [values(rank, count, "float32").view(np.uint32) & 0xFFFF0000 for rank in range(3)]
+    want = sum(array.view(np.float32) for array in wide)
+    assert all(np.array_equal(outcome, outcomes[0]) for outcome in outcomes)
+    got = (outcomes[0].astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.05)
+
+
+@layouts
+def test_every_operation_moves_what_it_says(tmp_path: Path, hosts: str) -> None:
+    size = len(hosts)
+    with members(tmp_path, size, list(hosts)) as group:
+        for count in (0, 1, 33, 16384, 140_001):
+            outcomes = group.run(move_everything, count)
+            for rank in range(size):
+                want = moved(size, rank, count)
+                assert [name for name in want if outcomes[rank][name] != want[name]] == [], count
+
+
+@layouts
+def test_all_to_all_exchanges_blocks_of_uneven_sizes(tmp_path: Path, hosts: str) -> None:
+    size = len(hosts)
+    with members(tmp_path, size, list(hosts)) as group:
+        outcomes = group.run(all_to_all)
+    for receiver in range(size):
+        want = [bytes([16 * sender + receiver]) * bytes_from_to(sender, receiver) for sender in range(size)]
+        assert outcomes[receiver] == want
+
+
+def reduce_scatter(member: Member, count: int, dtype: str, op: str) -> np.ndarray:
+    out = np.zeros(count, dtype)
+    blocks = values(member.rank, count * member.size, dtype)
+    kept = blocks.copy()
+    code = DTYPES.index(dtype)
+    member.call("ReduceScatter", pointer(blocks), pointer(out), count, code, OPS.index(op))
+    assert np.array_equal(blocks, kept), "the input has changed"
+    return out
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "abab", "aab"])
+@pytest.mark.parametrize(("count", "dtype"), [(100, "float16"), (50_000, "float16"), (50_000, "float32")])
+def test_reduce_scatter_averages_and_leaves_its_input_alone(
+    tmp_path: Path, hosts: str, count: int, dtype: str
+) -> None:
+    size = len(hosts)
+    with members(tmp_path, size, list(hosts)) as group:
+        outcomes = group.run(reduce_scatter, count, dtype, "avg")
+    for rank, outcome in enumerate(outcomes):
+        mine = slice(rank * count, (rank + 1) * count)
+        check_reduced(outcome, "avg", [values(peer, count * size, dtype)[mine] for peer in range(size)])
+
+
+def mixed(member: Member, seed: int, rounds: int) -> None:
+    """A random row of operations, the same on all ranks, with messages among them."""
+    random = np.random.default_rng(seed)
+    size = member.size
+    for number in range(rounds):
+        count = int(random.choice([1, 100, 20_000, 150_000]))
+        kind, root = random.integers(5), int(random.integers(size))
+        data = values(member.rank, count, "int32")
+        want = folded("sum", [values(rank, count, "int32") for rank in range(size)])
+        after, before = (member.rank + 1) % size, (member.rank - 1) % size
+        messages = []
+        if random.integers(2):
+            messages.append(member.recv(np.zeros(count, np.int32), before, number))
+            messages.append(member.send(values(member.rank, count, "int32"), after, number))
+        if kind == 0:
+            member.all_reduce(data)
+            assert np.array_equal(data, want)
+        elif kind == 1:
+            member.call("Broadcast", pointer(data), data.nbytes, root)
+            assert np.array_equal(data, values(root, count, "int32"))
+        elif kind == 2:
+            member.call("Reduce", pointer(data), count, DTYPES.index("int32"), OPS.index("sum"), root)
+            assert member.rank != root or np.array_equal(data, want)
+        elif kind == 3:
+            out = np.zeros(count * size, np.int32)
+            member.call("AllGather", pointer(data), pointer(out), data.nbytes)
+            assert np.array_equal(out, np.concatenate([values(rank, count, "int32") for rank in range(size)]))
+        else:
+            member.barrier()
+        member.wait(*messages)
+        if messages:
+            assert np.array_equal(messages[0].data, values(before, count, "int32"))
+
+
+@pytest.mark.parametrize("hosts", ["aa", "abc", "abab", "aab"])
+def test_a_random_row_of_operations_and_messages_stays_right(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        assert group.run(mixed, 5, 60) == [None] * len(hosts)
+
+
+def test_without_shared_memory_ranks_of_one_host_use_links(tmp_path: Path) -> None:
+    with members(tmp_path, 3, share=False) as group:
+        assert group.run(mixed, 7, 20) == [None] * 3
+        assert all(sent > 100_000 for sent in group.run(bytes_sent))
+
+
+def bytes_sent(member: Member) -> int:
+    return int(member.library.baguaBytesSent(member.handle))
+
+
+def recreate(member: Member, folder: str, hosts: str, times: int) -> tuple[int, ...]:
+    def facts() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text().count("memfd:baguarun")
+        return len(os.listdir("/proc/self/fd")), maps, len(os.listdir("/proc/self/task"))
+
+    before = facts()
+    for number in range(times):
+        options: dict[str, Any] = {"nonce": f"again-{hosts}-{number}", "host": hosts[member.rank]}
+        again = Member(Path(folder), member.rank, member.size, **options)
+        again.all_reduce(np.ones(100, np.float32))
+        message = again.recv(np.zeros(10, np.uint8), (member.rank - 1) % member.size)
+        again.wait(message, again.send(np.ones(10, np.uint8), (member.rank + 1) % member.size))
+        again.close()
+    return tuple(late - early for late, early in zip(facts(), before, strict=True))
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
+def test_two_hundred_communicators_leave_nothing_behind(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        assert group.run(recreate, str(tmp_path), hosts, 200) == [(0, 0, 0)] * len(hosts)
