@@ -166,7 +166,7 @@ void Listener::listenTo(int fd) {
 
 // Puts a stream into its link. Streams that fit nowhere (a repeated hello, a link given up) are dropped.
 void Listener::admit(Stranger stranger, const Hello& hello) {
-  if (hello.stream == 0 && !assemblies_.contains(hello.linkId) && assemblies_.size() < kMaxAssemblies) {
+  if (hello.stream == 0 && assemblies_.size() < kMaxAssemblies && linksBegun_.insert(hello.linkId).second) {
     const uint16_t numStreams = std::min(hello.numStreams, static_cast<uint16_t>(env_.numStreams));
     assemblies_[hello.linkId] = {
         .streams = std::vector<Fd>(numStreams),

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "net/env.h"
@@ -78,6 +79,7 @@ class Listener {
   Epoll epoll_;
   Strangers strangers_;
   std::map<Nonce, Assembly> assemblies_;
+  std::set<Nonce> linksBegun_;  // by members: who overheard their hellos cannot begin a link with them
 };
 
 }  // namespace baguarun::net

@@ -186,6 +186,27 @@ def test_a_repeated_or_misplaced_hello_is_dropped(plug: Plug) -> None:
     net.close_listen(listener)
 
 
+def test_a_hello_that_was_overheard_is_no_use_to_anybody_else(plug: Plug) -> None:
+    net = plug(BAGUA_NET_SECRET="s")
+    handle, listener = net.listen()
+    dialer = Dialer(handle=handle, streams=1, secret=b"s")
+    member = dialer.dial(0)
+    comm = dialer.welcome(member, net, listener)[2] or until(lambda: net.accept(listener))
+    with dialer.dial(0) as replayed:
+
+        def hung_up() -> bool:
+            assert net.accept(listener) is None
+            try:
+                return replayed.recv(1) == b""
+            except BlockingIOError:
+                return False
+
+        until(hung_up)
+    member.close()
+    net.close_recv(comm)
+    net.close_listen(listener)
+
+
 def test_a_dead_peer_is_found_behind_a_message_that_nobody_receives(plug: Plug) -> None:
     net = plug()
     comm, socks = dialled(net, streams=2)
