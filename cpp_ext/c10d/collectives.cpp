@@ -295,7 +295,7 @@ Result BaguanetBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensor
     checkWhole(inputs[i], outputs[i], size_);
     reductions.emplace_back(opts.reduceOp, outputs[i]);
   }
-  return submit({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_tensor_coalesced",
+  return submit({OpType::COALESCED, "reduce_scatter_tensor_coalesced",
                  "baguanet:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp},
                 inputs, outputs,
                 [outs = outputs, ins = inputs, reductions](Communicator& communicator, Deadline deadline) {

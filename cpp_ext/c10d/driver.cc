@@ -286,10 +286,10 @@ void Driver::startThread(const Lock& /*lock*/) {
   const SignalsBlocked blocked;
   // It keeps the driver: the last other reference may be dropped by what it calls at the end of an operation.
   thread_ = std::thread([self = shared_from_this()] { self->loop(); });
+  pthread_setname_np(thread_.native_handle(), "baguanet");
 }
 
 void Driver::loop() {
-  pthread_setname_np(pthread_self(), "baguanet");
   Lock lock(mutex_);
   while (!threadStops_) {
     if (driven_ || (queue_.empty() && transfers_.empty())) {

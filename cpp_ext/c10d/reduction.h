@@ -58,7 +58,8 @@ class Reduction {
   }
 
   void readFactor(const ::c10d::ReduceOp& asked, const at::Tensor& model) {
-    const auto* premul = dynamic_cast<const ::c10d::PreMulSumSupplement*>(asked.supplement_.get());
+    // Its name in all versions of torch.
+    const auto* premul = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(asked.supplement_.get());
     TORCH_CHECK_VALUE(premul != nullptr, "baguanet: PREMUL_SUM without a factor");
     TORCH_CHECK_VALUE(model.is_floating_point() || model.is_complex(), "baguanet: PREMUL_SUM of ",
                       model.scalar_type(), " is not supported");
