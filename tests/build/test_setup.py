@@ -119,12 +119,14 @@ def test_a_matching_toolkit_builds_the_cuda_codecs(build: ModuleType, tmp_path: 
 def test_sources_are_found_in_every_room_and_cuda_ones_only_when_wanted(
     build: ModuleType, tmp_path: Path
 ) -> None:
-    for name in ("engine/a.cpp", "codec/b.cc", "codec/c.cu", "codec/d.h", "bindings/e.cpp", "net/f.cc"):
+    rooms = ("engine/a.cpp", "codec/b.cc", "codec/c.cu", "codec/d.h", "bindings/e.cpp", "net/f.cc")
+    for name in (*rooms, "c10d/g.cpp", "nccl_plugin/h.cc"):
         file = tmp_path / "cpp_ext" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     sources, headers = build.find_sources(tmp_path, with_cuda=False)
-    assert sources == ["cpp_ext/engine/a.cpp", "cpp_ext/codec/b.cc", "cpp_ext/bindings/e.cpp"]
+    expected = ["engine/a.cpp", "codec/b.cc", "net/f.cc", "c10d/g.cpp", "bindings/e.cpp"]
+    assert sources == [f"cpp_ext/{name}" for name in expected], "the plugin is a library of its own"
     assert headers == ["cpp_ext/codec/d.h"]
     assert "cpp_ext/codec/c.cu" in build.find_sources(tmp_path, with_cuda=True)[0]
 
