@@ -7,7 +7,8 @@
 // the same bits on all ranks.
 //
 // Collectives block and run in the order of the calls, which must be the same on all ranks; every call says
-// what it is to the others, and calls that differ end with Fault::kUsage on every rank. Messages between two
+// what it is to the others, and calls that differ end with Fault::kUsage on every rank (in its next call where
+// a rank needed nothing of the others, as the root of a broadcast). Messages between two
 // ranks do not block: they are matched by tag, in any order of tags, first-in first-out within one, and move
 // while anybody is in progress() or in a collective.
 //

@@ -202,7 +202,7 @@ bool Communicator::Implementation::advanceOnce() {
   bool moved = mailbox_->progress();
   if (met_.mesh != nullptr) {
     moved |= met_.mesh->progress();
-    met_.control->progress();
+    moved |= met_.control->progress();
   }
   if (!moved) {
     checkGone();

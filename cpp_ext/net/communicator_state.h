@@ -64,6 +64,7 @@ class Communicator::Implementation : private WireContext {
   // WireContext
   Mesh& mesh() override { return *met_.mesh; }
   void await(int rank) override;
+  Call ownCall(uint64_t sequence) const override { return met_.control->ownCall(sequence); }
   std::byte* scratch(size_t bytes) override;
 
   void watch();

@@ -13,6 +13,7 @@ constexpr std::chrono::milliseconds kGrace{500};
 // How long rank 0 waits for answers, and the others for its verdict.
 constexpr std::chrono::milliseconds kAskingTime{250};
 constexpr std::chrono::milliseconds kVerdictTime{800};
+constexpr std::chrono::milliseconds kRelayTime{50};
 // How long to wait for a better reason than that a link broke.
 constexpr std::chrono::milliseconds kReasonTime{300};
 
@@ -56,6 +57,7 @@ bool Control::isComplete() const { return firstMissing() == rank_; }
 
 void Control::enter(const Call& call) {
   call_ = call;
+  ownCalls_[call.sequence % ownCalls_.size()] = call;
   hasReported_ = false;
   peers_[static_cast<size_t>(rank_)].call = call;
 }
@@ -69,6 +71,7 @@ void Control::reportWaiting() {
     compare(rank_);
   } else {
     say(0, make(Kind::kWaiting));
+    flush(Clock::duration(0));
   }
 }
 
@@ -98,10 +101,15 @@ void Control::say(int to, const Word& word) {
     outgoing.pop_front();
   }
   auto kept = std::make_unique<Word>(word);
-  // A peer that has not read 32 words does not read at all, and will be found out otherwise.
-  if (Request* const request = link->isend(kept.get(), sizeof(Word))) {
-    outgoing.push_back({std::move(kept), request});
-    mesh_.poke(Mesh::Use::kControl, to, sizeof(Word));
+  try {
+    // A peer that has not read 32 words does not read at all, and will be found out otherwise.
+    if (Request* const request = link->isend(kept.get(), sizeof(Word))) {
+      outgoing.push_back({std::move(kept), request});
+      mesh_.poke(Mesh::Use::kControl, to, sizeof(Word));
+    }
+  } catch (const Error&) {
+    peers_[static_cast<size_t>(to)].lostAt =
+        Clock::now();  // it is gone, and the others are told all the same
   }
 }
 
@@ -141,32 +149,27 @@ void Control::flush(Clock::duration patience) noexcept {
 }
 
 void Control::tell(const Error& error, Clock::duration patience) noexcept {
-  try {
-    sayAll(withError(make(Kind::kFailure), error), rank_);
-  } catch (const Error&) {
-    return;  // the link is broken: nobody hears
-  }
+  sayAll(withError(make(Kind::kFailure), error), rank_);
   flush(patience);
 }
 
 void Control::leave(Clock::duration patience) noexcept {
-  try {
-    sayAll(make(Kind::kLeaving), rank_);
-  } catch (const Error&) {
-    return;  // the link is broken: nobody hears
-  }
+  sayAll(make(Kind::kLeaving), rank_);
   flush(patience);
 }
 
-void Control::progress() {
+bool Control::progress() {
+  bool moved = false;
   forLinked([&](int rank) {
     while (hear(rank)) {
+      moved = true;
     }
     checkLost(rank);
   });
   if (inquiry_.has_value() && Clock::now() >= inquiry_->end) {
     throw Told(conclude(), false);
   }
+  return moved;
 }
 
 // Takes one word. False: there was none.
@@ -210,6 +213,7 @@ void Control::obey(int from, const Word& word) {
     case Kind::kFailure: {
       if (isHub()) {
         sayAll(word, from);
+        flush(kRelayTime);  // nothing moves any more after what follows
       }
       std::string text = getText(word.text);
       if (word.fault == Fault::kAborted) {
@@ -241,18 +245,28 @@ void Control::obey(int from, const Word& word) {
   throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
 }
 
+Call Control::ownCall(uint64_t sequence) const {
+  const Call& call = ownCalls_[sequence % ownCalls_.size()];
+  return call.sequence == sequence ? call : Call{};
+}
+
+// What `rank` said it calls with this number, or something of another.
+const Call& Control::callOf(int rank, uint64_t sequence) const {
+  return rank == 0 ? ownCalls_[sequence % ownCalls_.size()] : peers_[static_cast<size_t>(rank)].call;
+}
+
 // Rank 0: whether somebody waits in another call of the same number.
 void Control::compare(int rank) {
   const Call& call = peers_[static_cast<size_t>(rank)].call;
   for (int other = 0; other < size_; ++other) {
-    const Call& theirs = peers_[static_cast<size_t>(other)].call;
+    const Call& theirs = callOf(other, call.sequence);
     if (other != rank && theirs.kind != CallKind::kNone && theirs.sequence == call.sequence &&
         theirs != call) {
       const int later = std::max(rank, other);
       const int earlier = std::min(rank, other);
       throw Told(Error(Fault::kUsage, name(later),
-                       "calls " + peers_[static_cast<size_t>(later)].call.text() + ", where " +
-                           name(earlier) + " calls " + peers_[static_cast<size_t>(earlier)].call.text()),
+                       "calls " + callOf(later, call.sequence).text() + ", where " + name(earlier) +
+                           " calls " + callOf(earlier, call.sequence).text()),
                  false);
     }
   }
@@ -279,13 +293,18 @@ void Control::ask(const Call& call, const Error& error, int asker) {
 }
 
 Error Control::conclude() const {
-  std::vector<int> late;
+  // Who is behind may wait for one that is silent.
+  std::vector<int> silent;
+  std::vector<int> behind;
   for (int rank = 0; rank < size_; ++rank) {
     const Peer& peer = peers_[static_cast<size_t>(rank)];
-    if (!peer.hasAnswered || peer.call.sequence < inquiry_->call.sequence) {
-      late.push_back(rank);
+    if (!peer.hasAnswered) {
+      silent.push_back(rank);
+    } else if (peer.call.sequence < inquiry_->call.sequence) {
+      behind.push_back(rank);
     }
   }
+  const std::vector<int>& late = silent.empty() ? behind : silent;
   if (late.empty()) {
     return Error(Fault::kTimeout, inquiry_->error.peer(),
                  inquiry_->error.message() + " (found by " + name(inquiry_->asker) + ")");
@@ -333,6 +352,8 @@ std::optional<Told> Control::listen(Clock::duration patience) {
     }
   } catch (const Told& told) {
     return told;
+  } catch (const Error& error) {
+    return Told(error, false);
   }
   return std::nullopt;
 }

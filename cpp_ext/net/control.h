@@ -5,6 +5,7 @@
 // passes, rank 0 asks around, and names those who did not come or do not answer.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -30,11 +31,14 @@ class Control {
 
   // The call that this rank is in, or was in last.
   void enter(const Call& call);
+  // The one with that number, kNone where it is forgotten.
+  Call ownCall(uint64_t sequence) const;
   // It has been waiting in it for long.
   void reportWaiting();
 
-  // Hears the others. Throws Told: what one of them broke with, or what rank 0 found out.
-  void progress();
+  // Hears the others. False: they said nothing. Throws Told: what one of them broke with, or what rank 0
+  // found out.
+  bool progress();
 
   // Tells the others what this rank broke with, or that it leaves; waits no longer than `patience` for the
   // words to be on their way.
@@ -97,6 +101,7 @@ class Control {
   bool hear(int from);
   void obey(int from, const Word& word);
   void compare(int rank);
+  const Call& callOf(int rank, uint64_t sequence) const;
   void ask(const Call& call, const Error& error, int asker);
   Error conclude() const;
   void checkLost(int rank);
@@ -107,6 +112,8 @@ class Control {
   const int size_;
   Mesh& mesh_;
   Call call_;
+  // A rank may be ahead of others: roots need not wait for them.
+  std::array<Call, 64> ownCalls_{};
   bool hasReported_ = false;
   std::vector<Peer> peers_;
   std::optional<Inquiry> inquiry_;

@@ -134,9 +134,10 @@ void ShmWaiter::throwFailure() const {
   const bool isOurs = verdict.reporter == rank_;
   const std::string reason = reasons_[verdict.reporter].text;
   if (verdict.failure == ShmFailure::kTold) {
+    // Ranks of other hosts may not know yet.
     const size_t end = reason.find('\n');
     throw Told(Error(static_cast<Fault>(verdict.culprit), reason.substr(0, end), reason.substr(end + 1)),
-               true);
+               false);
   }
   const std::string culprit = segment_->peerName(verdict.culprit);
   const std::string found = isOurs ? "" : " (found by " + segment_->peerName(verdict.reporter) + ")";

@@ -124,9 +124,12 @@ bool WireCall::advanceReceives(size_t member, Peer& peer, Link& link) {
 
 void WireCall::checkHeader(size_t member, Peer& peer) {
   if (peer.theirs.call != call_) {
+    // The mistake may be older than this call.
+    const Call own = context_.ownCall(peer.theirs.call.sequence);
+    const Call& ours = own.kind == CallKind::kNone ? call_ : own;
     throw Error(Fault::kUsage, context_.mesh().name(members_[member]),
                 "calls " + peer.theirs.call.text() + ", where " + context_.mesh().name(members_[place_]) +
-                    " calls " + call_.text());
+                    " calls " + ours.text());
   }
   peer.isKnown = true;
 }

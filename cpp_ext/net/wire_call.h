@@ -23,6 +23,8 @@ class WireContext {
   // Moves whatever is under way, and sleeps where nothing is. `rank` is who is waited for. Throws Error: the
   // deadline has passed, the communicator broke.
   virtual void await(int rank) = 0;
+  // What this rank called with that number, if it is known still.
+  virtual Call ownCall(uint64_t sequence) const = 0;
   // Memory that stays for the next call, at least `bytes`.
   virtual std::byte* scratch(size_t bytes) = 0;
 };

@@ -1,0 +1,366 @@
+"""What ranks of one host and of several learn when one ends, freezes, aborts, leaves or calls otherwise."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.net.communicator_peer import ANY, Member, library_path, members
+from tests.net.shm_peer import DTYPES, OPS, Failed, Ranks, pointer
+
+layouts = pytest.mark.parametrize("hosts", ["aaa", "abc", "aab", "abb", "aabb"])
+
+
+def outcome_of(member: Member, act: Callable[[], Any]) -> tuple[str, str, str]:
+    """The fault and message that `act` ends with, and what the next call says."""
+    try:
+        while True:
+            act()
+    except Failed as failed:
+        try:
+            member.barrier()
+        except Failed as after:
+            same = "the same" if (after.fault, after.message) == (failed.fault, failed.message) else "other"
+            assert member.failure() == failed.message
+            return failed.fault, failed.message, same
+        return failed.fault, failed.message, "a barrier passed after a failure"
+
+
+def reduce_for_ever(member: Member, count: int) -> tuple[str, str, str]:
+    data = np.zeros(count, np.float32)
+    return outcome_of(member, lambda: member.all_reduce(data))
+
+
+def drive_for_ever(member: Member) -> tuple[str, str, str]:
+    """In no collective, waiting for nothing."""
+
+    def drive() -> None:
+        if not member.progress():
+            member.sleep(30)
+
+    return outcome_of(member, drive)
+
+
+def receive_for_ever(member: Member, source: int) -> tuple[str, str, str]:
+    message = member.recv(np.zeros(10, np.uint8), source, 77)
+    return outcome_of(member, lambda: member.wait(message))
+
+
+def named(rank: int, message: str) -> bool:
+    return message.startswith(f"rank {rank} (")
+
+
+@layouts
+@pytest.mark.parametrize("count", [1, 1 << 20])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_an_error_with_its_name_on_every_survivor(
+    tmp_path: Path, hosts: str, victim: int, count: int
+) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        for rank in range(len(hosts)):
+            group.start(rank, reduce_for_ever, count)
+        time.sleep(0.1)
+        group.processes[victim].kill()
+        for rank in range(len(hosts)):
+            if rank != victim:
+                fault, message, after = group.result(rank)
+                assert (fault, after) == ("remote", "the same"), message
+                assert named(victim, message), message
+
+
+@layouts
+def test_who_only_drives_or_waits_for_a_message_learns_of_a_death_too(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        group.start(0, drive_for_ever)
+        group.start(1, receive_for_ever, 0)
+        for rank in range(3, len(hosts)):
+            group.start(rank, receive_for_ever, ANY)
+        time.sleep(0.1)
+        group.processes[2].kill()
+        for rank in set(range(len(hosts))) - {2}:
+            fault, message, after = group.result(rank)
+            assert (fault, after) == ("remote", "the same") and named(2, message), message
+
+
+@layouts
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_frozen_rank_is_a_timeout_that_names_it(tmp_path: Path, hosts: str, victim: int) -> None:
+    with members(tmp_path, len(hosts), list(hosts), deadline_s=1.5) as group:
+        for rank in range(len(hosts)):
+            group.start(rank, reduce_for_ever, 100_000)
+        time.sleep(0.1)
+        os.kill(group.processes[victim].pid, signal.SIGSTOP)
+        outcomes = [group.result(rank) for rank in range(len(hosts)) if rank != victim]
+        assert "timeout" in {fault for fault, _, _ in outcomes}
+        for fault, message, after in outcomes:
+            assert fault in ("timeout", "remote") and after == "the same"
+            assert named(victim, message) and "in time" in message, message
+
+
+def reduce_once(member: Member, count: int = 100, dtype: str = "float32", op: str = "sum") -> None:
+    member.all_reduce(np.zeros(count, dtype), op)
+
+
+def compute(member: Member, seconds: float) -> None:
+    """Does nothing for the group."""
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aab", "abb"])
+def test_ranks_that_do_not_come_are_named_with_the_call(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, 3, list(hosts), deadline_s=1.0) as group:
+        group.start(0, reduce_once)
+        group.start(1, compute, 2.5)
+        group.start(2, compute, 2.5)
+        failed = group.result(0)
+        assert failed.fault == "timeout"
+        assert (named(1, failed.message) and "rank 2 (" in failed.message) or hosts == "aab", failed.message
+        assert "all-reduce SUM of 100 fp32 as call 1" in failed.message or hosts == "aab"
+
+
+def abort_later(member: Member, count: int) -> Any:
+    threading.Timer(0.1, member.abort, ["out of memory"]).start()
+    return reduce_for_ever(member, count)
+
+
+@layouts
+@pytest.mark.parametrize("count", [1, 1 << 20])
+@pytest.mark.parametrize("aborter", [0, 1])
+def test_abort_from_another_thread_ends_the_operation_on_every_rank(
+    tmp_path: Path, hosts: str, count: int, aborter: int
+) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        for rank in range(len(hosts)):
+            group.start(rank, abort_later if rank == aborter else reduce_for_ever, count)
+        for rank in range(len(hosts)):
+            fault, message, after = group.result(rank)
+            assert after == "the same"
+            assert fault == ("aborted" if rank == aborter else "remote")
+            assert "out of memory" in message
+            assert rank == aborter or named(aborter, message), message
+
+
+def abort_alone(member: Member, count: int) -> tuple[tuple[str, str, str], bool]:
+    """The others are not in the collective: only the abort can end it."""
+    aborted_at = 0.0
+
+    def abort() -> None:
+        nonlocal aborted_at
+        aborted_at = time.monotonic()
+        member.abort("enough")
+
+    threading.Timer(0.3, abort).start()
+    outcome = reduce_for_ever(member, count)
+    # A tenth of a second is promised; more is left to a busy machine. The deadline is at 30 s.
+    return outcome, time.monotonic() - aborted_at < 2
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize("count", [1, 1 << 20])
+def test_abort_ends_a_wait_for_ranks_that_do_not_come(tmp_path: Path, hosts: str, count: int) -> None:
+    with members(tmp_path, 2, list(hosts)) as group:
+        group.start(1, abort_alone, count)
+        outcome, was_quick = group.result(1)
+        assert outcome[0] == "aborted" and "enough" in outcome[1] and was_quick
+
+
+def leave(member: Member) -> None:
+    member.close()
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abc", "abb"])
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_rank_that_leaves_does_not_keep_the_others_waiting(tmp_path: Path, hosts: str, leaver: int) -> None:
+    with members(tmp_path, 3, list(hosts)) as group:
+        group.run(reduce_once)
+        for rank in range(3):
+            group.start(rank, leave if rank == leaver else reduce_for_ever, *([] if rank == leaver else [10]))
+        for rank in range(3):
+            if rank != leaver:
+                fault, message, _ = group.result(rank)
+                assert fault == "remote" and named(leaver, message), message
+
+
+def test_ranks_that_leave_in_turn_disturb_nobody(tmp_path: Path) -> None:
+    with members(tmp_path, 3, list("aab")) as group:
+        group.run(reduce_once)
+        for rank in range(3):
+            group.start(rank, leave)
+            assert group.result(rank) is None
+
+
+def wait_in_barrier(member: Member) -> None:
+    member.barrier()
+
+
+def broadcast(member: Member, count: int, root: int) -> None:
+    member.call("Broadcast", pointer(np.zeros(count, np.uint8)), count, root)
+
+
+def gather(member: Member, count: int, root: int) -> None:
+    out = np.zeros(count * member.size, np.uint8)
+    member.call("Gather", pointer(np.zeros(count, np.uint8)), pointer(out), count, root)
+
+
+def scatter_reduced(member: Member, count: int) -> None:
+    blocks, out = np.zeros(count * member.size, np.float32), np.zeros(count, np.float32)
+    code = DTYPES.index("float32")
+    member.call("ReduceScatter", pointer(blocks), pointer(out), count, code, OPS.index("sum"))
+
+
+def all_to_all(member: Member, each: int) -> None:
+    sizes = np.full(member.size, each, np.uint64)
+    data, out = np.zeros(each * member.size, np.uint8), np.zeros(each * member.size, np.uint8)
+    member.call("AllToAllV", pointer(data), pointer(sizes), pointer(out), pointer(sizes))
+
+
+MISMATCHES: list[tuple[Sequence[Any], Sequence[Any], str]] = [
+    ((reduce_once, 100), (reduce_once, 101), "SUM of 101 fp32"),
+    ((reduce_once, 100), (reduce_once, 100, "int32"), "SUM of 100 int32"),
+    ((reduce_once, 100), (reduce_once, 100, "float32", "max"), "MAX of 100 fp32"),
+    ((reduce_once, 1 << 20), (reduce_once, 1), "SUM of 1 fp32"),
+    ((reduce_once, 100), (wait_in_barrier,), "barrier"),
+    ((broadcast, 10, 0), (broadcast, 10, 1), "from/to rank 1"),
+    ((broadcast, 10, 0), (gather, 10, 0), "gather of 10 bytes"),
+    ((scatter_reduced, 50_000), (gather, 10, 2), "gather of 10 bytes"),
+    ((reduce_once, 1 << 18), (all_to_all, 9), "all-to-all"),
+    ((all_to_all, 8), (all_to_all, 9), "sends 9 bytes"),
+]
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aab", "abb", "abab"])
+@pytest.mark.parametrize("number", range(len(MISMATCHES)))
+def test_calls_that_do_not_match_are_an_error_on_every_rank(tmp_path: Path, hosts: str, number: int) -> None:
+    usual, other, says = MISMATCHES[number]
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        for rank in range(len(hosts)):
+            group.start(rank, then_barrier, *(other if rank == 2 else usual))
+        outcomes = [group.result(rank) for rank in range(len(hosts))]
+    assert [outcome.fault for outcome in outcomes] == ["usage"] * len(hosts), outcomes
+    assert all("rank 2 (" in outcome.message for outcome in outcomes), outcomes
+    if number + 1 < len(MISMATCHES):
+        assert any(says in outcome.message for outcome in outcomes), outcomes
+
+
+def then_barrier(member: Member, task: Callable[..., None], *arguments: Any) -> None:
+    """Who needs nothing of the others in a call learns of the mistake in the next."""
+    task(member, *arguments)
+    member.barrier()
+
+
+def cpu_of(act: Callable[[], Any]) -> float:
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    act()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+
+
+def cpu_of_barrier(member: Member) -> float:
+    return cpu_of(member.barrier)
+
+
+def cpu_of_sleep(member: Member) -> float:
+    def doze() -> None:
+        end = time.monotonic() + 1
+        while (left := end - time.monotonic()) > 0:
+            member.progress()
+            member.sleep(left)
+
+    message = member.recv(np.zeros(1, np.uint8), 1 - member.rank)
+    used = cpu_of(doze)
+    member.wait(member.send(np.zeros(1, np.uint8), 1 - member.rank), message)
+    return used
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
+def test_a_waiting_rank_sleeps(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        group.start(0, cpu_of_barrier)
+        time.sleep(1.0)
+        for rank in range(1, len(hosts)):
+            group.start(rank, wait_in_barrier)
+        # Spinning would cost a second. The true figure, far smaller, is the benchmark's matter.
+        assert group.result(0) < 0.1
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_rank_that_drives_sleeps_too(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, 2, list(hosts)) as group:
+        assert all(used < 0.1 for used in group.run(cpu_of_sleep))
+
+
+def fail_and_again(member: Member, folder: str, hosts: str, times: int) -> tuple[int, ...]:
+    def facts() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text().count("memfd:baguarun")
+        return len(os.listdir("/proc/self/fd")), maps, len(os.listdir("/proc/self/task"))
+
+    before = facts()
+    for number in range(times):
+        options: dict[str, Any] = {"nonce": f"fail-{hosts}-{number}", "host": hosts[member.rank]}
+        again = Member(Path(folder), member.rank, member.size, **options)
+        if member.rank == number % member.size:
+            again.abort("a test")
+        reduce_for_ever(again, 100_000)
+        again.close()
+    return tuple(late - early for late, early in zip(facts(), before, strict=True))
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
+def test_communicators_that_failed_leave_nothing_behind(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        assert group.run(fail_and_again, str(tmp_path), hosts, 10) == [(0, 0, 0)] * len(hosts)
+
+
+def joined(folder: Path, group: list[dict[str, Any]]) -> list[str]:
+    """What ranks as threads hear when they join with these options."""
+    outcomes = [""] * len(group)
+
+    def join(rank: int) -> None:
+        try:
+            Member(folder, rank, len(group), **group[rank])
+        except Failed as failed:
+            outcomes[rank] = failed.message
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(group))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+def test_ranks_that_disagree_about_the_group_are_told_so(tmp_path: Path) -> None:
+    options = {"nonce": "sizes", "share": False}
+    outcomes = joined(tmp_path, [{**options, "arena_bytes": 0}, {**options, "arena_bytes": 4096}])
+    assert all(message.startswith("rank 1: its group is") for message in outcomes), outcomes
+
+
+def make_with_a_secret(folder: Path, rank: int, size: int, **options: Any) -> str:
+    os.environ["BAGUA_NET_SECRET"] = "mine" if rank == 0 else "yours"
+    try:
+        Member(folder, rank, size, **options)
+    except Failed as failed:
+        return failed.message
+    return "joined"
+
+
+def hear(message: str) -> str:
+    return message
+
+
+def test_who_has_another_secret_does_not_join(tmp_path: Path) -> None:
+    library_path()
+    group = Ranks(tmp_path, 2, make_with_a_secret, share=False, timeout_s=1.0)
+    first, second = group.run(hear)
+    group.close()
+    assert named(1, first) and "no connection within" in first, first
+    assert named(0, second) and "BAGUA_NET_SECRET" in second, second

@@ -1,0 +1,58 @@
+"""Communicators over several hosts, as network namespaces: shared wires, a cut host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.lab import Lab
+from tests.net.communicator_peer import library_path
+
+pytestmark = pytest.mark.root
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(lab: Lab, folder: Path, places: list[int], *task: object) -> list[subprocess.Popen[Any]]:
+    """Rank i runs on host places[i]."""
+    library_path()
+    words = [sys.executable, "-m", "tests.net.communicator_rank", str(folder)]
+    return [
+        lab.hosts[host].popen(
+            [*words, str(rank), str(len(places)), *map(str, task)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, host in enumerate(places)
+    ]
+
+
+def last_line(process: subprocess.Popen[Any]) -> str:
+    output, _ = process.communicate(timeout=60)
+    return str(output).strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_ranks_of_four_hosts_two_each_agree_over_a_wire(tmp_path: Path) -> None:
+    with Lab(hosts=4, rate_mbit=1000) as lab:
+        processes = start(lab, tmp_path, [0, 1, 2, 3, 0, 1, 2, 3], "reduce", 8_000_000, 2, 30)
+        for process in processes:
+            seconds, sent = last_line(process).split()
+            assert float(seconds) > 0 and int(sent) > 0
+
+
+def test_a_host_that_is_cut_off_is_a_timeout_that_names_its_rank(tmp_path: Path) -> None:
+    with Lab(hosts=3) as lab:
+        processes = start(lab, tmp_path, [0, 1, 2], "cycle", 1_000_000, 1000, 2)
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline().strip() == "ready"
+        time.sleep(0.3)
+        lab.hosts[2].cut()
+        for process in processes[:2]:
+            assert "rank 2 (10." in last_line(process)
