@@ -303,3 +303,13 @@ def test_the_part_for_cuda_is_left_out_with_a_warning_where_there_is_none() -> N
     # What asks for CUDA alone is torch's to refuse.
     assert usable("cuda:nccl", has_cuda=False) == "cuda:nccl"
     assert usable("gloo", has_cuda=False) == "gloo"
+
+
+def test_an_installed_package_makes_it_known_to_torch_without_an_import() -> None:
+    script = """
+import torch.distributed as dist
+dist.init_process_group("baguanet")
+dist.barrier()
+dist.destroy_process_group()
+"""
+    assert run_scripts(script, world_size=1) == [(0, "")]
