@@ -1,0 +1,91 @@
+"""baguanet between hosts, in network namespaces: two ranks on each of two hosts, in torch's words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lab.lab import Lab
+
+pytestmark = pytest.mark.root
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS_PER_HOST = 2
+
+START = """
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group("baguanet")
+rank, size = dist.get_rank(), dist.get_world_size()
+dist.barrier()
+"""
+
+EVERYTHING = """
+for count in (1, 1000, 300_001):
+    tensor = torch.full((count,), rank + 1.0)
+    dist.all_reduce(tensor)
+    assert tensor.eq(10).all()
+    whole = torch.empty(size, count)
+    dist.all_gather_into_tensor(whole, torch.full((count,), float(rank)))
+    assert torch.equal(whole, torch.arange(4.0).view(4, 1).expand(4, count))
+    part = torch.empty(count)
+    dist.reduce_scatter_tensor(part, whole.view(-1))
+    assert part.eq(4 * rank).all()
+    received = torch.empty(count)
+    receive = dist.irecv(received, (rank - 1) % size)
+    dist.send(torch.full((count,), float(rank)), (rank + 1) % size)
+    assert receive.wait() and received.eq((rank - 1) % size).all()
+found = [None] * size
+dist.all_gather_object(found, "x" * rank)
+assert found == ["x" * peer for peer in range(size)]
+torch.manual_seed(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
+model(torch.full((3, 50), float(rank))).sum().backward()
+assert model.module.weight.grad.eq(3 * 1.5).all()
+dist.destroy_process_group()
+print("went well")
+"""
+
+ONE_IS_KILLED = """
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(100_000))
+except dist.DistBackendError as error:
+    print(error)
+"""
+
+
+def run(script: str) -> list[tuple[int, str]]:
+    """Exit code and output of each rank."""
+    with Lab(hosts=2) as lab:
+        world = {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29400", "WORLD_SIZE": "4"}
+        processes = []
+        for rank in range(2 * RANKS_PER_HOST):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_PER_HOST)}
+            processes.append(
+                lab.hosts[rank // RANKS_PER_HOST].popen(
+                    [sys.executable, "-c", START + script],
+                    env={**os.environ, **world, **place, "OMP_NUM_THREADS": "1"},
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        said = [process.communicate(timeout=100)[0] for process in processes]
+        return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+def test_collectives_messages_and_training_cross_hosts() -> None:
+    for code, said in run(EVERYTHING):
+        assert code == 0 and "went well" in said, said
+
+
+def test_survivors_on_both_hosts_name_the_rank_that_was_killed() -> None:
+    ended = run(ONE_IS_KILLED)
+    assert [code for code, _ in ended] == [0, 0, 0, -9], ended
+    for _, said in ended[:3]:
+        assert "rank 3" in said and "imed out" not in said, said
