@@ -7,10 +7,10 @@
 // the same bits on all ranks.
 //
 // Collectives block and run in the order of the calls, which must be the same on all ranks; every call says
-// what it is to the others, and calls that differ end with Fault::kUsage on every rank (in its next call where
-// a rank needed nothing of the others, as the root of a broadcast). Messages between two
-// ranks do not block: they are matched by tag, in any order of tags, first-in first-out within one, and move
-// while anybody is in progress() or in a collective.
+// what it is to the others, and calls that differ end with Fault::kUsage on every rank (in its next call
+// where a rank needed nothing of the others, as the root of a broadcast). Messages between two ranks do not
+// block: they are matched by tag, in any order of tags, first-in first-out within one, and move while anybody
+// is in progress() or in a collective.
 //
 // Failure. A rank that dies, breaks the protocol or gives no sign of life, and a deadline that passes, break
 // the communicator: every operation under way and every later one throws the same Error naming the rank, and

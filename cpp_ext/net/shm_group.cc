@@ -123,6 +123,7 @@ ShmGroup::ShmGroup(const Options& options, std::shared_ptr<ShmSegment> segment)
       size_(options.size),
       arenaBytes_(options.arenaBytes),
       timeout_(options.timeout),
+      ownerPid_(getpid()),
       segment_(std::move(segment)),
       layout_(std::make_unique<Layout>(segment_->data(), size_, arenaBytes_)) {
   NET_CHECK(segment_->bytes() >= segmentBytes(size_, arenaBytes_) && segment_->size() == size_);
@@ -130,6 +131,10 @@ ShmGroup::ShmGroup(const Options& options, std::shared_ptr<ShmSegment> segment)
 }
 
 ShmGroup::~ShmGroup() {
+  // A forked child does not leave for its parent.
+  if (getpid() != ownerPid_) {
+    return;
+  }
   waiter_->post(layout_->left[rank_], 1);
   ringAll();
 }

@@ -162,6 +162,7 @@ class ShmGroup {
   const int size_;
   const size_t arenaBytes_;
   const std::chrono::milliseconds timeout_;
+  const int ownerPid_;
   const std::shared_ptr<ShmSegment> segment_;
   const std::unique_ptr<Layout> layout_;
   std::unique_ptr<ShmWaiter> waiter_;

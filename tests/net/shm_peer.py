@@ -23,7 +23,17 @@ ROOT = Path(__file__).parents[2]
 NET = ROOT / "cpp_ext" / "net"
 SOURCES = tuple(
     NET / f"{name}.cc"
-    for name in ("call", "reduce", "shm_segment", "shm_sync", "shm_group", "shm_move", "socket", "address")
+    for name in (
+        "call",
+        "reduce",
+        "shm_handover",
+        "shm_segment",
+        "shm_sync",
+        "shm_group",
+        "shm_move",
+        "socket",
+        "address",
+    )
 )
 FAULTS = ("system", "remote", "usage", "aborted", "timeout")
 OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")

@@ -200,3 +200,21 @@ def recreate(member: Member, folder: str, hosts: str, times: int) -> tuple[int, 
 def test_two_hundred_communicators_leave_nothing_behind(tmp_path: Path, hosts: str) -> None:
     with members(tmp_path, len(hosts), list(hosts)) as group:
         assert group.run(recreate, str(tmp_path), hosts, 200) == [(0, 0, 0)] * len(hosts)
+
+
+def fork_and_go_on(member: Member) -> None:
+    child = os.fork()
+    if child == 0:
+        member.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    data = np.ones(100_000, np.float32)
+    member.all_reduce(data)
+    assert np.all(data == member.size)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
+def test_a_forked_child_that_destroys_its_copy_disturbs_nobody(tmp_path: Path, hosts: str) -> None:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        group.run(reduce_all, [("sum", "float32", 10)])
+        assert group.run(fork_and_go_on) == [None] * len(hosts)
