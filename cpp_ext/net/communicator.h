@@ -4,7 +4,8 @@
 // Ranks are on one host if they can share memory (see host_map.h). All-reduce, reduce-scatter, all-gather and
 // broadcast between hosts go in two levels: inside the host first, then between ranks of equal local rank
 // (rails) where every host has as many ranks, else between one rank of each host. Results of a reduction are
-// the same bits on all ranks.
+// the same bits on all ranks. 16-bit floats are summed in fp32 and rounded once on one host, and everywhere
+// up to 64 KiB; larger ones are rounded once more per host on their way between hosts.
 //
 // Collectives block and run in the order of the calls, which must be the same on all ranks; every call says
 // what it is to the others, and calls that differ end with Fault::kUsage on every rank (in its next call

@@ -69,14 +69,18 @@ const std::vector<int>& Communicator::Implementation::neighbours() const {
   return met_.map.hosts[static_cast<size_t>(met_.map.hostOf[static_cast<size_t>(options_.rank)])];
 }
 
+// Whether it shares memory with this rank.
+bool Communicator::Implementation::isNear(int rank) const {
+  return met_.shm != nullptr && std::ranges::binary_search(neighbours(), rank);
+}
+
 void Communicator::Implementation::makeCarriers() {
   carriers_.resize(static_cast<size_t>(options_.size));
   for (int rank = 0; rank < options_.size; ++rank) {
     if (rank == options_.rank) {
       continue;
     }
-    const bool isNear = met_.shm != nullptr && std::ranges::binary_search(neighbours(), rank);
-    if (isNear) {
+    if (isNear(rank)) {
       carriers_[static_cast<size_t>(rank)] = std::make_unique<ShmCarrier>(*met_.shm, placeOf(rank), rank);
     } else {
       carriers_[static_cast<size_t>(rank)] = std::make_unique<LinkCarrier>(*met_.mesh, rank);
@@ -238,6 +242,12 @@ void Communicator::Implementation::await(int rank) {
     throw Error(Fault::kRemote, name(rank), "has left");
   }
   const bool hasReported = now > callStart_ + kLongWait;
+  if (met_.shm != nullptr && mailbox_->hasPending()) {
+    met_.shm->expectBell();
+    if (advance()) {
+      return;
+    }
+  }
   doze(std::min(deadline_, hasReported ? now + kLongestSleep : callStart_ + kLongWait));
 }
 
@@ -249,9 +259,7 @@ std::byte* Communicator::Implementation::scratch(size_t bytes) {
 }
 
 Carrier* Communicator::Implementation::carrierTo(int rank) {
-  const bool isFar =
-      met_.mesh != nullptr && (met_.shm == nullptr || !std::ranges::binary_search(neighbours(), rank));
-  if (isFar) {
+  if (rank != options_.rank && !isNear(rank)) {
     met_.mesh->want(Mesh::Use::kSending, rank);
   }
   return carriers_[static_cast<size_t>(rank)].get();
@@ -270,22 +278,10 @@ bool Communicator::Implementation::receive(PacketSink& sink) {
 
 // Nothing has come: is somebody waited for who has gone?
 void Communicator::Implementation::checkGone() {
-  if (met_.mesh != nullptr && mailbox_->hasPending()) {
-    for (int rank = 0; rank < options_.size; ++rank) {
-      if (const auto& end = met_.mesh->end(Mesh::Use::kReceiving, rank); end && mailbox_->needs(rank)) {
-        throw Error(*end);
-      }
-    }
-  }
-  if (met_.shm == nullptr) {
-    return;
-  }
   if (mailbox_->hasPending()) {
-    for (const int rank : neighbours()) {
-      const int place = placeOf(rank);
-      if (rank != options_.rank && mailbox_->needs(rank) && met_.shm->hasLeft(place) &&
-          met_.shm->nextPacket(place) == nullptr) {
-        throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
+    for (int rank = 0; rank < options_.size; ++rank) {
+      if (rank != options_.rank && mailbox_->needs(rank)) {
+        checkAwaited(rank);
       }
     }
   }
@@ -293,6 +289,23 @@ void Communicator::Implementation::checkGone() {
     if (!met_.shm->hasLeft(gone.place) && Clock::now() >= gone.since + kGrace) {
       throw Error(Fault::kRemote, met_.shm->segment().peerName(gone.place), "its process has ended");
     }
+  }
+}
+
+// With messages to or from `rank` outstanding.
+void Communicator::Implementation::checkAwaited(int rank) {
+  if (isNear(rank)) {
+    if (met_.shm->hasLeft(placeOf(rank)) && met_.shm->nextPacket(placeOf(rank)) == nullptr) {
+      throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
+    }
+    return;
+  }
+  if (const auto& end = met_.mesh->end(Mesh::Use::kReceiving, rank)) {
+    throw Error(*end);
+  }
+  // Had it ever sent anything, there would be a link.
+  if (met_.control->hasLeft(rank) && met_.mesh->find(Mesh::Use::kReceiving, rank) == nullptr) {
+    throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
   }
 }
 

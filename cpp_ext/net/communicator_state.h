@@ -78,6 +78,8 @@ class Communicator::Implementation : private WireContext {
   Carrier* carrierTo(int rank);
   bool receive(PacketSink& sink);
   void checkGone();
+  void checkAwaited(int rank);
+  bool isNear(int rank) const;
   void doze(Clock::time_point until);
   void hear(uint64_t number);
   std::string name(int rank) const;

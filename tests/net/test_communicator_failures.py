@@ -91,10 +91,10 @@ def test_who_only_drives_or_waits_for_a_message_learns_of_a_death_too(tmp_path: 
             assert (fault, after) == ("remote", "the same") and named(2, message), message
 
 
-@layouts
+@pytest.mark.parametrize("hosts", ["aaa", "abc", "abb", "aabb"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_frozen_rank_is_a_timeout_that_names_it(tmp_path: Path, hosts: str, victim: int) -> None:
-    with members(tmp_path, len(hosts), list(hosts), deadline_s=1.5) as group:
+    with members(tmp_path, len(hosts), list(hosts), deadline_s=0.8) as group:
         for rank in range(len(hosts)):
             group.start(rank, reduce_for_ever, 100_000)
         time.sleep(0.1)
@@ -117,10 +117,10 @@ def compute(member: Member, seconds: float) -> None:
 
 @pytest.mark.parametrize("hosts", ["abc", "aab", "abb"])
 def test_ranks_that_do_not_come_are_named_with_the_call(tmp_path: Path, hosts: str) -> None:
-    with members(tmp_path, 3, list(hosts), deadline_s=1.0) as group:
+    with members(tmp_path, 3, list(hosts), deadline_s=0.7) as group:
         group.start(0, reduce_once)
-        group.start(1, compute, 2.5)
-        group.start(2, compute, 2.5)
+        group.start(1, compute, 1.8)
+        group.start(2, compute, 1.8)
         failed = group.result(0)
         assert failed.fault == "timeout"
         assert (named(1, failed.message) and "rank 2 (" in failed.message) or hosts == "aab", failed.message
@@ -188,6 +188,17 @@ def test_a_rank_that_leaves_does_not_keep_the_others_waiting(tmp_path: Path, hos
             if rank != leaver:
                 fault, message, _ = group.result(rank)
                 assert fault == "remote" and named(leaver, message), message
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize("waiter", [0, 1])
+def test_a_message_of_a_rank_that_leaves_is_an_error(tmp_path: Path, hosts: str, waiter: int) -> None:
+    with members(tmp_path, 2, list(hosts)) as group:
+        group.start(waiter, receive_for_ever, 1 - waiter)
+        group.start(1 - waiter, leave)
+        assert group.result(1 - waiter) is None
+        fault, message, _ = group.result(waiter)
+        assert fault == "remote" and named(1 - waiter, message) and "has left" in message, message
 
 
 def test_ranks_that_leave_in_turn_disturb_nobody(tmp_path: Path) -> None:
