@@ -15,6 +15,9 @@ using std::chrono::milliseconds;
 
 namespace {
 
+// A timeout that suits operations may be too short for ranks that come when they have got so far.
+constexpr milliseconds kShortestJoin{5'000};
+
 // The drivers of this process, for its end only.
 class Drivers {
  public:
@@ -60,13 +63,14 @@ BaguanetBackend::BaguanetBackend(const c10::intrusive_ptr<::c10d::Store>& store,
 }
 
 void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
-  StoreExchange exchange(store, rank_, size_, timeout_);
+  const milliseconds timeout = std::max(timeout_.load(), kShortestJoin);
+  StoreExchange exchange(store, rank_, size_, timeout);
   try {
     net::Communicator::Options options{.rank = rank_,
                                        .size = size_,
                                        .nonce = exchange.agreeOnNonce(),
                                        .env = net::Env::read(),
-                                       .timeout = timeout_};
+                                       .timeout = timeout};
     auto communicator = std::make_unique<net::Communicator>(
         options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
     driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);

@@ -36,7 +36,8 @@ class BaguanetBackend final : public ::c10d::Backend {
     Options(std::chrono::milliseconds timeout, std::string group, std::vector<uint64_t> globalRanks);
   };
 
-  // Joins the others through `store`, whose prefix must be fresh. Throws c10::DistBackendError.
+  // Joins the others through `store`, whose prefix must be fresh. Takes up to the timeout of the options, but
+  // not less than five seconds. Throws c10::DistBackendError.
   BaguanetBackend(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                   c10::intrusive_ptr<Options> options);
   ~BaguanetBackend() override;

@@ -179,17 +179,6 @@ void Driver::abort(const std::string& reason) noexcept {
   }
 }
 
-std::shared_ptr<void> Driver::allocate(size_t bytes) {
-  refuseFork();
-  Lock lock(mutex_);
-  const auto communicator = this->communicator(lock);
-  while (driven_) {
-    idle_.wait(lock);
-  }
-  void* room = communicator->allocate(bytes);
-  return room != nullptr ? std::shared_ptr<void>(communicator, room) : nullptr;
-}
-
 // Runs one collective, or looks after the messages once. The mutex is held, and nobody drives, before and
 // after; sleeps up to `sleepUntil` where messages do not move.
 void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
@@ -279,9 +268,13 @@ void Driver::handOver(Lock& lock) {
   work_.notify_one();
 }
 
-void Driver::startThread(const Lock& /*lock*/) {
-  if (thread_.joinable()) {
+void Driver::startThread(const Lock& lock) {
+  if (thread_.joinable() && !isProgressThread(lock)) {
     return;
+  }
+  if (thread_.joinable()) {
+    // This is a callback that the progress thread calls, and may wait for what it starts.
+    former_.push_back(std::move(thread_));
   }
   const SignalsBlocked blocked;
   // It keeps the driver: the last other reference may be dropped by what it calls at the end of an operation.
@@ -289,14 +282,23 @@ void Driver::startThread(const Lock& /*lock*/) {
   pthread_setname_np(thread_.native_handle(), "baguanet");
 }
 
+bool Driver::isProgressThread(const Lock& /*lock*/) const {
+  return thread_.get_id() == std::this_thread::get_id();
+}
+
 void Driver::loop() {
   Lock lock(mutex_);
-  while (!threadStops_) {
+  while (!threadStops_ && isProgressThread(lock)) {
     if (driven_ || (queue_.empty() && transfers_.empty())) {
       work_.wait(lock);
     } else {
       step(lock, Clock::time_point::max());
     }
+  }
+  const auto it = std::ranges::find(former_, std::this_thread::get_id(), &std::thread::get_id);
+  if (it != former_.end()) {
+    it->detach();
+    former_.erase(it);
   }
 }
 
@@ -314,7 +316,13 @@ void Driver::shutdown(bool drain) {
     communicator->abort(kClosed);
   }
   communicator->wake();
-  stopThread(lock);
+  threadStops_ = true;
+  work_.notify_all();
+  if (thread_.joinable()) {
+    std::vector<std::thread> threads;
+    threads.push_back(std::move(thread_));
+    stop(lock, std::move(threads));
+  }
   while (driven_ || !queue_.empty()) {
     if (driven_) {
       idle_.wait(lock);
@@ -330,20 +338,18 @@ void Driver::shutdown(bool drain) {
   // Before the buffers of the messages are let go of.
   communicator_.reset();
   leave(lock, std::move(left));
+  // Last: they may wait for any of these.
+  stop(lock, std::exchange(former_, {}));
 }
 
-void Driver::stopThread(Lock& lock) {
-  if (!thread_.joinable()) {
-    return;
-  }
-  threadStops_ = true;
-  std::thread thread = std::move(thread_);
+void Driver::stop(Lock& lock, std::vector<std::thread> threads) {
   lock.unlock();
-  work_.notify_all();
-  if (thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();
-  } else {
-    thread.join();
+  for (std::thread& thread : threads) {
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
   }
   lock.lock();
 }

@@ -3,7 +3,8 @@
 // Whoever drives calls the communicator; one thread at a time does. A thread that runs a collective while
 // nothing is under way drives, and so does one that waits: a hand-over to another thread costs more than a
 // small all-reduce. What nobody waits for is driven by a progress thread, which is started when it is first
-// needed and sleeps on a condition while there is nothing to do.
+// needed and sleeps on a condition while there is nothing to do. A callback that it calls may start an
+// operation and wait for it in whatever way: another thread takes its place meanwhile.
 #pragma once
 
 #include <sys/types.h>
@@ -53,10 +54,6 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // messages under way end with an error. Later calls do nothing.
   void shutdown(bool drain);
 
-  // Room that the ranks of one host share, kept until the last reference is gone; nullptr where there is
-  // none.
-  std::shared_ptr<void> allocate(size_t bytes);
-
   // This process is a child of the one that made the group, which has no progress thread and no peers.
   bool isForked() const noexcept;
 
@@ -80,8 +77,9 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void leave(Lock& lock, std::vector<Ended> ended);
   void handOver(Lock& lock);
   void startThread(const Lock& lock);
-  void stopThread(Lock& lock);
+  void stop(Lock& lock, std::vector<std::thread> threads);
   void loop();
+  bool isProgressThread(const Lock& lock) const;
 
   const pid_t pid_;
   const std::string group_;
@@ -98,6 +96,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   bool closed_ = false;
   bool threadStops_ = false;
   std::thread thread_;
+  // Former progress threads, in a callback that started an operation.
+  std::vector<std::thread> former_;
   // There is something to do for the progress thread.
   std::condition_variable work_;
   // Nobody drives any more; only a shutdown waits for that.

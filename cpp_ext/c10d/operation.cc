@@ -73,17 +73,20 @@ std::exception_ptr Collective::close(std::exception_ptr error) noexcept {
   return error;
 }
 
-bool Transfer::hasEnded() const noexcept {
+bool Transfer::hasEnded() noexcept {
   try {
     return message_->isDone();
   } catch (const net::Error&) {
+    // Kept: a message of a broken group may look as if it were still under way later.
+    failure_ = std::current_exception();
     return true;
   }
 }
 
 std::exception_ptr Transfer::close(std::exception_ptr error) noexcept {
+  error = error ? error : std::exchange(failure_, nullptr);
   try {
-    if (!error && message_->isDone()) {
+    if (!error) {
       source_ = message_->source();
       atEnd_();
     }

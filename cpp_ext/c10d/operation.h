@@ -81,12 +81,13 @@ class Transfer final : public Operation {
  private:
   friend class Driver;
   // Its buffer belongs to the caller again, or the communicator is broken.
-  bool hasEnded() const noexcept;
+  bool hasEnded() noexcept;
   std::exception_ptr close(std::exception_ptr error) noexcept override;
 
   Start start_;
   std::function<void()> atEnd_;
   std::shared_ptr<Message> message_;
+  std::exception_ptr failure_;
   int source_ = net::Communicator::kAnySource;
 };
 

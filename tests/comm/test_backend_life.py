@@ -179,7 +179,9 @@ dist.all_reduce(torch.ones(1000))
 ENDINGS = {
     "nothing": "",
     "an operation that was awaited": "dist.all_reduce(torch.ones(9), async_op=True).wait()",
-    "messages under way": "works = [dist.irecv(torch.ones(9), 1 - rank), dist.irecv(torch.ones(9))]",
+    "messages under way": (
+        "works = [dist.irecv(torch.ones(9), 1 - rank), dist.irecv(torch.ones(9))]; dist.barrier()"
+    ),
     "an exit out of a function": "work = dist.all_reduce(torch.ones(9), async_op=True); sys.exit(0)",
 }
 
