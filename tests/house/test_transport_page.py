@@ -16,7 +16,19 @@ def test_every_setting_of_the_transport_is_listed_and_no_other() -> None:
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r"`(test_\w+)`", PAGE))
-    sources = "".join(file.read_text() for file in (ROOT / "tests" / "net").glob("test_*.py"))
-    assert len(named) > 40
-    assert named - set(re.findall(r"def (test_\w+)\(", sources)) == set()
+    named = set(re.findall(r"`((?:test_|[a-z]+_[a-z]+_[a-z]+_)\w+)`", PAGE))
+    files = [
+        file for part in ("net", "comm", "torch_suite") for file in (ROOT / "tests" / part).glob("test_*.py")
+    ]
+    sources = "".join(file.read_text() for file in files)
+    assert len(named) > 100
+    assert named - set(re.findall(r"def (\w+)\(", sources)) - {file.stem for file in files} == set()
+
+
+def test_every_behaviour_that_torch_asks_for_is_listed() -> None:
+    files = (ROOT / "tests" / "torch_suite").glob("test_*.py")
+    asked = {
+        name for file in files for name in re.findall(r"@SUITE.behaviour\ndef (\w+)\(", file.read_text())
+    }
+    assert len(asked) > 70
+    assert asked - set(re.findall(r"`(\w+)`", PAGE)) == set()
