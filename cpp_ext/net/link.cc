@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "net/hello.h"
+
 namespace baguarun::net {
 
 namespace {
@@ -18,6 +20,8 @@ constexpr int kMaxVisits = 4;
 constexpr uint32_t kLeastShareBytes = 16 << 10;
 // Streams are compared after as many full chunks of each.
 constexpr uint64_t kChunksPerComparison = 4;
+// Chunks may grow as long as the network takes one in less than this.
+constexpr std::chrono::duration<double> kLongestChunk{0.004};
 constexpr uint32_t kWatched = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
 }  // namespace
@@ -27,7 +31,8 @@ Link::Link(std::vector<Fd> streams, Settings settings)
       ownerPid_(getpid()),
       streams_(streams.size()),
       lastMoved_(Clock::now()),
-      lastChecked_(lastMoved_) {
+      lastChecked_(lastMoved_),
+      lastCompared_(lastMoved_) {
   NET_CHECK(!streams.empty());
   for (size_t index = 0; index < streams.size(); ++index) {
     setStreamOptions(streams[index].get(), settings_.peerTimeout);
@@ -260,17 +265,23 @@ bool Link::deal(Stream& stream) {
 
 // Sizes each stream's chunks by what the network let it move lately, so that all streams need about the same
 // time for what they hold: a message is not done before its slowest chunk is. A stream that was never full
-// was limited by us, not by the network, and gets more.
+// was limited by us, not by the network, and gets more. Where the network is so fast that a chunk of the
+// agreed size is gone at once, chunks grow: there the calls and wake-ups cost more than the bytes.
 void Link::rebalance() {
   uint64_t most = 1;
   for (const Stream& stream : streams_) {
     most = std::max(most, stream.recentBytes);
   }
+  const auto now = Clock::now();
+  const auto elapsed = std::max<Clock::duration>(now - lastCompared_, Clock::duration{1});
+  lastCompared_ = now;
+  const auto gone = static_cast<uint64_t>(static_cast<double>(most) * (kLongestChunk / elapsed));
+  const uint64_t largest = std::clamp<uint64_t>(gone, settings_.chunkBytes, kMaxChunkBytes);
   const uint32_t least = std::min(kLeastShareBytes, settings_.chunkBytes);
   for (Stream& stream : streams_) {
     const uint64_t fair =
-        stream.wasFull ? settings_.chunkBytes * stream.recentBytes / most : uint64_t{2} * stream.shareBytes;
-    const auto share = static_cast<uint32_t>(std::clamp<uint64_t>(fair, least, settings_.chunkBytes));
+        stream.wasFull ? largest * stream.recentBytes / most : uint64_t{2} * stream.shareBytes;
+    const auto share = static_cast<uint32_t>(std::clamp<uint64_t>(fair, least, largest));
     if (share != stream.shareBytes) {
       stream.shareBytes = share;
       setNotSentLowWater(stream.fd.get(), share);
@@ -348,7 +359,7 @@ bool Link::consumeStage(Stream& stream, size_t index) {
         return consumed;
       }
       Frame frame;
-      if (!decodeFrame(staged.first<kFrameBytes>(), settings_.chunkBytes, frame)) {
+      if (!decodeFrame(staged.first<kFrameBytes>(), kMaxChunkBytes, frame)) {
         breakWith(Fault::kRemote,
                   "sent a chunk header that means nothing: another program or a broken network");
       }

@@ -185,6 +185,7 @@ class Link {
   size_t firstStream_ = 0;    // where dealing begins
   Clock::time_point lastMoved_;
   Clock::time_point lastChecked_;
+  Clock::time_point lastCompared_;
 };
 
 }  // namespace baguarun::net
