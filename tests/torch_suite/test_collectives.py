@@ -281,6 +281,21 @@ def a_future_holds_the_result_and_chains() -> None:
 
 
 @SUITE.behaviour
+def a_callback_waits_for_the_future_of_what_it_starts() -> None:
+    _, size = place()
+
+    def again(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        work = dist.all_reduce(done.value()[0], async_op=True)
+        assert work is not None
+        return work.get_future().wait()[0]  # type: ignore[no-any-return]
+
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        assert work.get_future().then(again).then(lambda done: done.value()).wait()[0] == size * size
+
+
+@SUITE.behaviour
 def a_barrier_comes_after_what_was_started_before_it() -> None:
     rank, _ = place()
     tensors = [torch.full((10_000,), float(rank)) for _ in range(20)]
