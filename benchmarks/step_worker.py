@@ -1,6 +1,8 @@
 """One rank of the step benchmark: all contestants live in the same processes and take turns.
 
-Started by `benchmarks/step.py` with torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
+A case is `ddp` or `ddp_fp16`, both on Gloo, or one of baguarun's algorithms: on its own transport, or, with
+`@gloo` behind the name, on Gloo. Started by `benchmarks/step.py` with torchrun's variables; rank 0 writes the
+blocks as JSON to `--out`.
 """
 
 from __future__ import annotations
@@ -52,21 +54,29 @@ def build_model(name: str) -> tuple[torch.nn.Module, int]:
     raise ValueError(f"model {name}: want mlp or small")
 
 
-def wrap(case: str, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def wrap(
+    case: str, model: torch.nn.Module, gloo: dist.ProcessGroup
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model made distributed as contestant `case` does it, and its optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if case.startswith("ddp"):
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, process_group=gloo, gradient_as_bucket_view=True)
         if case == "ddp_fp16":
-            wrapped.register_comm_hook(None, fp16_compress_hook)
+            wrapped.register_comm_hook(gloo, fp16_compress_hook)
         return wrapped, optimizer
-    return baguarun.DistributedDataParallel(model, optimizers=[optimizer], algorithm=case), optimizer
+    algorithm, _, transport = case.partition("@")
+    return baguarun.DistributedDataParallel(
+        model,
+        optimizers=[optimizer],
+        algorithm=algorithm,
+        process_group=gloo if transport == "gloo" else None,
+    ), optimizer
 
 
-def stepper(case: str, model_name: str) -> Callable[[], None]:
+def stepper(case: str, model_name: str, gloo: dist.ProcessGroup) -> Callable[[], None]:
     """A function that trains one step."""
     model, width = build_model(model_name)
-    wrapped, optimizer = wrap(case, model)
+    wrapped, optimizer = wrap(case, model, gloo)
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = torch.randn(_BATCH, width, generator=generator)
 
@@ -106,7 +116,8 @@ def timed(step: Callable[[], None], steps: int) -> float:
 
 def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> list[Block]:
     """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`."""
-    steppers = {case: stepper(case, model_name) for case in cases}
+    gloo = dist.new_group(backend="gloo")
+    steppers = {case: stepper(case, model_name, gloo) for case in cases}
     steps = {}
     for case, step in steppers.items():
         timed(step, _WARM_UP_STEPS)
@@ -131,7 +142,7 @@ def main() -> int:
     options.add_argument("--out", type=Path, required=True)
     args = options.parse_args()
     torch.set_num_threads(1)
-    baguarun.init_process_group("gloo")
+    baguarun.init_process_group()
     blocks = compete(args.cases.split(","), args.model, args.rounds, args.block_s)
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps([asdict(block) for block in blocks]))

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
 
@@ -34,16 +35,24 @@ std::vector<std::array<int64_t, 4>> gatherNumbers(const Group& group, const std:
   return found;
 }
 
-// The backend's own all-reduce: for types that have no codec.
+bool isBaguanet(const Group& group) {
+  return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "baguanet";
+}
+
+// The backend's own all-reduce: for types that have no codec, and on a backend whose all-reduce is good.
 class WholeReduce final : public HostOperation {
  public:
   WholeReduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType operation,
               double divisor)
-      : group_(group), tensors_{tensor}, divisor_(divisor) {
+      : group_(group), canAbort_(isBaguanet(group)), tensors_{tensor}, divisor_(divisor) {
     options_.reduceOp = operation;
+    options_.asyncOp = true;
   }
 
-  void begin(uint32_t /*round*/) override { work_ = group_->allreduce(tensors_, options_); }
+  void begin(uint32_t /*round*/) override {
+    const std::scoped_lock lock(mutex_);
+    work_ = group_->allreduce(tensors_, options_);
+  }
 
   void reduce() override {}
 
@@ -54,8 +63,13 @@ class WholeReduce final : public HostOperation {
     }
   }
 
-  // A collective of the backend cannot be interrupted; it ends by the group's timeout.
-  void abort() override {}
+  // A collective of Gloo cannot be interrupted; it ends by the group's timeout.
+  void abort() override {
+    const std::scoped_lock lock(mutex_);
+    if (canAbort_ && work_ && !work_->isCompleted()) {
+      group_->getBackend(c10::DeviceType::CPU)->abort();
+    }
+  }
 
   uint64_t bytesPerRound() const override {
     const auto ranks = static_cast<uint64_t>(group_->getSize());
@@ -64,9 +78,11 @@ class WholeReduce final : public HostOperation {
 
  private:
   const Group group_;
+  const bool canAbort_;
   std::vector<at::Tensor> tensors_;
   const double divisor_;
   c10d::AllreduceOptions options_;
+  std::mutex mutex_;
   Work work_;
 };
 
@@ -79,6 +95,11 @@ std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucke
   }
   switch (bucket.operation.kind) {
     case OperationKind::kScatterReduceGather:
+      if (bucket.flat.scalar_type() == at::kFloat && bucket.operation.wire == codec::Wire::f32 &&
+          isBaguanet(group)) {
+        const auto kind = bucket.operation.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+        return std::make_unique<WholeReduce>(group, bucket.flat, kind, 1.0);
+      }
       if (RingExchange::suits(bucket, static_cast<size_t>(group->getSize()))) {
         return std::make_unique<RingExchange>(group, bucket);
       }
