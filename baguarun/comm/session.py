@@ -14,6 +14,7 @@ from torch import nn
 
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
+from baguarun.comm.algorithms.base import OperationKind, Wire
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, group_timeout, on_one_host, read_worker_env
 from baguarun.errors import CommunicationError, UsageError
@@ -91,7 +92,7 @@ class DataParallelSession:
             return
         extension = load_extension()
         self._broadcast_coalesced = extension.broadcast_coalesced
-        self._group = engine_group(parent, self.device)
+        self._group = engine_group(parent, self.device, sends_messages=self._sends_messages(parameters))
         require_same(self._declare(module), self._group, self.device)
         if settings.init_sync:
             self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
@@ -140,6 +141,14 @@ class DataParallelSession:
             bytes_sent=found.bytes_sent,
             buckets=found.buckets,
             exposed_wait_s=found.exposed_wait_s,
+        )
+
+    def _sends_messages(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        """Whether buckets travel as messages of the engine's, rather than by the backend's all-reduce."""
+        operations = [self.algorithm.operation(parameter.dtype, self.device) for _, parameter in parameters]
+        return any(
+            operation.kind is OperationKind.SCATTER_REDUCE_GATHER and operation.wire is not Wire.F32
+            for operation in operations
         )
 
     def _make_engine(self, extension: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:

@@ -12,6 +12,7 @@ struct Packet {
     kEager,    // a whole message: `tag`, payload
     kRequest,  // a message of `total` bytes with `tag` waits as `id`
     kGrant,    // room for the message that waits as `id`
+    kAhead,    // room, known as `id`, for the next message of `total` bytes with `tag` that has not got any
     kData,     // payload of message `id` at `offset`
     kCredit,   // `total` bytes of eager messages have been read
   };

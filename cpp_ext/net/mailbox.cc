@@ -25,6 +25,7 @@ struct Mailbox::Operation : Communicator::Message {
   uint32_t tag = 0;
   uint64_t id = 0;
   uint64_t moved = 0;
+  bool isOffered = false;  // a receive whose room the sender knows as `id`
   std::atomic<int> from{Communicator::kAnySource};
   std::atomic<bool> done{false};
 };
@@ -37,6 +38,9 @@ constexpr uint64_t kCreditBytes = Mailbox::kMaxKeptBytes / 4;
 constexpr uint64_t kKeepingBytes = 64;
 // Packets taken or sent per call, so that a busy peer does not keep the caller from the others.
 constexpr int kMaxPackets = 16;
+
+// Rooms that were offered ahead are numbered apart from messages that ask.
+constexpr uint64_t kOfferBit = uint64_t{1} << 39;
 
 // Receivers tell messages apart by sender and number.
 uint64_t keyOf(int from, uint64_t id) { return static_cast<uint64_t>(from) << 40 | id; }
@@ -137,6 +141,16 @@ void Mailbox::beginSend(const Handle& operation) {
                 .tag = operation->tag,
                 .bytes = operation->bytes,
                 .total = operation->bytes};
+  const auto offers = lane.offers.find(operation->tag);
+  if (offers != lane.offers.end() && offers->second.front().total == operation->bytes) {
+    const uint64_t id = offers->second.front().id;
+    offers->second.pop_front();
+    if (offers->second.empty()) {
+      lane.offers.erase(offers);
+    }
+    sendData(operation, id);
+    return;
+  }
   if (operation->bytes <= kEagerBytes && lane.eagerBytes + cost <= kMaxKeptBytes) {
     lane.eagerBytes += cost;
   } else {
@@ -146,10 +160,18 @@ void Mailbox::beginSend(const Handle& operation) {
     packet.id = operation->id;
     packet.bytes = 0;
   }
-  lane.outgoing.push_back({.packet = packet, .operation = operation});
-  if (std::ranges::find(busyLanes_, operation->peer) == busyLanes_.end()) {
-    busyLanes_.push_back(operation->peer);
+  queue(operation->peer, {.packet = packet, .operation = operation});
+}
+
+void Mailbox::queue(int peer, Outgoing outgoing) {
+  lanes_[static_cast<size_t>(peer)].outgoing.push_back(std::move(outgoing));
+  if (std::ranges::find(busyLanes_, peer) == busyLanes_.end()) {
+    busyLanes_.push_back(peer);
   }
+}
+
+void Mailbox::sendData(const Handle& send, uint64_t id) {
+  queue(send->peer, {.packet = {.kind = Packet::Kind::kData, .id = id}, .operation = send});
 }
 
 void Mailbox::beginReceive(const Handle& operation) {
@@ -158,6 +180,7 @@ void Mailbox::beginReceive(const Handle& operation) {
     return operation->peer == Communicator::kAnySource || operation->peer == arrival.from;
   });
   if (found == tag.arrived.end()) {
+    offerAhead(operation, tag);
     tag.posted.push_back(operation);
     return;
   }
@@ -170,6 +193,37 @@ void Mailbox::beginReceive(const Handle& operation) {
   if (!arrival.isWaiting && arrival.from != rank_) {
     credit(arrival.from, arrival.bytes);
   }
+}
+
+// Not behind a receive from anybody, which what comes next may be for.
+void Mailbox::offerAhead(const Handle& receive, const Tag& tag) {
+  const bool isWanted = receive->bytes > kEagerBytes && receive->peer >= 0 && receive->peer != rank_;
+  if (!isWanted || std::ranges::any_of(tag.posted, [](const Handle& other) { return other->peer < 0; })) {
+    return;
+  }
+  receive->isOffered = true;
+  receive->id = kOfferBit | ++numOffers_;
+  receives_[keyOf(receive->peer, receive->id)] = receive;
+  queue(receive->peer,
+        {.packet = {.kind = Packet::Kind::kAhead, .tag = receive->tag, .id = receive->id, .total = receive->bytes},
+         .operation = nullptr});
+}
+
+// The room is for the first message that has asked and got none, or else for one to come.
+void Mailbox::takeOffer(int from, const Packet& packet) {
+  Handle first;
+  for (const auto& [id, send] : sends_) {
+    const bool fits = send->peer == from && send->tag == packet.tag && send->bytes == packet.total;
+    if (fits && (first == nullptr || id < first->id)) {
+      first = send;
+    }
+  }
+  if (first == nullptr) {
+    lanes_[static_cast<size_t>(from)].offers[packet.tag].push_back(packet);
+    return;
+  }
+  sends_.erase(first->id);
+  sendData(first, packet.id);
 }
 
 // A message has come, or word of it: to whoever waits for it first, or kept.
@@ -208,15 +262,12 @@ void Mailbox::deliver(const Handle& receive, Arrival& arrival, const std::byte* 
     copyBytes(receive->data, arrival.ownSend->data, arrival.bytes);
     finish(arrival.ownSend);
     finish(receive);
+  } else if (arrival.isWaiting && receive->isOffered) {
+    // It asked before it knew of the room, which it takes now.
   } else if (arrival.isWaiting) {
     receive->id = arrival.id;
     receives_[keyOf(arrival.from, arrival.id)] = receive;
-    Lane& lane = lanes_[static_cast<size_t>(arrival.from)];
-    lane.outgoing.push_back(
-        {.packet = {.kind = Packet::Kind::kGrant, .id = arrival.id}, .operation = nullptr});
-    if (std::ranges::find(busyLanes_, arrival.from) == busyLanes_.end()) {
-      busyLanes_.push_back(arrival.from);
-    }
+    queue(arrival.from, {.packet = {.kind = Packet::Kind::kGrant, .id = arrival.id}, .operation = nullptr});
     // An empty message that had to ask has nothing to follow.
     if (arrival.bytes == 0) {
       receives_.erase(keyOf(arrival.from, arrival.id));
@@ -234,12 +285,8 @@ void Mailbox::credit(int from, uint64_t bytes) {
   if (lane.readBytes < kCreditBytes) {
     return;
   }
-  lane.outgoing.push_back(
-      {.packet = {.kind = Packet::Kind::kCredit, .total = std::exchange(lane.readBytes, 0)},
-       .operation = nullptr});
-  if (std::ranges::find(busyLanes_, from) == busyLanes_.end()) {
-    busyLanes_.push_back(from);
-  }
+  const uint64_t readBytes = std::exchange(lane.readBytes, 0);
+  queue(from, {.packet = {.kind = Packet::Kind::kCredit, .total = readBytes}, .operation = nullptr});
 }
 
 void Mailbox::finish(const Handle& operation) {
@@ -295,6 +342,7 @@ bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
       break;
     case Packet::Kind::kRequest:
     case Packet::Kind::kGrant:
+    case Packet::Kind::kAhead:
     case Packet::Kind::kCredit:
       lane.outgoing.pop_front();
       break;
@@ -333,13 +381,12 @@ void Mailbox::take(int from, const Packet& packet, const std::byte* payload) {
         finish(send);
         return;
       }
-      lanes_[static_cast<size_t>(from)].outgoing.push_back(
-          {.packet = {.kind = Packet::Kind::kData, .id = packet.id}, .operation = send});
-      if (std::ranges::find(busyLanes_, from) == busyLanes_.end()) {
-        busyLanes_.push_back(from);
-      }
+      sendData(send, packet.id);
       return;
     }
+    case Packet::Kind::kAhead:
+      takeOffer(from, packet);
+      return;
     case Packet::Kind::kCredit: {
       uint64_t& used = lanes_[static_cast<size_t>(from)].eagerBytes;
       used -= std::min(used, packet.total);
@@ -358,7 +405,24 @@ std::byte* Mailbox::room(int from, const Packet& packet) {
   if (!fits) {
     throw Error(Fault::kRemote, hooks_.name(from), "sent a part of a message that nobody wants");
   }
-  return found->second->data + packet.offset;
+  const Handle& receive = found->second;
+  if (receive->isOffered && packet.offset == 0) {
+    receive->from = from;
+    unpost(receive);
+  }
+  return receive->data + packet.offset;
+}
+
+// A receive whose room was offered has got its message, without a word of it before or with one.
+void Mailbox::unpost(const Handle& receive) {
+  const auto tag = tags_.find(receive->tag);
+  if (tag == tags_.end()) {
+    return;
+  }
+  std::erase(tag->second.posted, receive);
+  if (tag->second.posted.empty() && tag->second.arrived.empty()) {
+    tags_.erase(tag);
+  }
 }
 
 void Mailbox::filled(int from, const Packet& packet) {

@@ -2,8 +2,10 @@
 //
 // A message of up to 64 KiB goes at once and is kept by the receiver until somebody wants it; a larger one
 // asks first and goes when there is room for it, and so does a small one while the receiver keeps more than
-// kMaxKeptBytes of this sender's: what nobody wants yet never fills anybody's memory. Messages of one sender
-// and tag are matched in the order in which they were sent; a receive from anybody takes what came first.
+// kMaxKeptBytes of this sender's: what nobody wants yet never fills anybody's memory. Whoever wants a large
+// message before there is word of it offers its room ahead, so that the sender need not ask: on a busy line a
+// question waits behind the data. Messages of one sender and tag are matched in the order in which they were
+// sent; a receive from anybody takes what came first.
 #pragma once
 
 #include <atomic>
@@ -73,6 +75,7 @@ class Mailbox : private PacketSink {
     std::deque<std::pair<uint64_t, Handle>> unflushed;  // done when as many packets are flushed
     uint64_t eagerBytes = 0;                            // sent and not yet credited
     uint64_t readBytes = 0;                             // of its eager messages, not yet credited
+    std::unordered_map<uint32_t, std::deque<Packet>> offers;  // rooms that no message has got, by tag
     size_t numAwaited = 0;
   };
 
@@ -85,7 +88,12 @@ class Mailbox : private PacketSink {
   void beginReceive(const Handle& operation);
   void arrive(Arrival arrival, uint32_t tag, const std::byte* payload);
   void deliver(const Handle& receive, Arrival& arrival, const std::byte* payload);
+  void offerAhead(const Handle& receive, const Tag& tag);
+  void takeOffer(int from, const Packet& packet);
+  void sendData(const Handle& send, uint64_t id);
+  void queue(int peer, Outgoing outgoing);
   void credit(int from, uint64_t bytes);
+  void unpost(const Handle& receive);
   void finish(const Handle& operation);
   bool flush(int peer, Lane& lane);
   bool sendNext(Carrier& carrier, Outgoing& next, Lane& lane);
@@ -99,6 +107,7 @@ class Mailbox : private PacketSink {
   std::unordered_map<uint64_t, Handle> sends_;     // that wait for their grant
   std::unordered_map<uint64_t, Handle> receives_;  // whose payload comes in pieces
   uint64_t numSends_ = 0;
+  uint64_t numOffers_ = 0;
   std::atomic<size_t> numPending_{0};
 
   std::mutex mutex_;
