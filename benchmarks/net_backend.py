@@ -7,15 +7,11 @@ hits the two sides unequally.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import baguarun.comm.backend
 from benchmarks.harness import Report, Row, finish, interleave, parser
+from benchmarks.ranks import Plan, values_of_first_rank
 from benchmarks.ratios import paired_ratio
 from benchmarks.step_worker import build_model
 
@@ -38,18 +35,13 @@ _WAIT_S = 0.5
 _WAIT_CPU_MS = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    size: int
-    rounds: int
-    store: Path
-
-
 def _rank(plan: Plan, rank: int, link: Connection) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{plan.store}", rank=rank, world_size=plan.size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{plan.folder}/store", rank=rank, world_size=plan.size
+    )
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     outcome: dict[str, list[float]] = {}
     for kib in _TARGETS[plan.size]:
@@ -123,27 +115,6 @@ def _waiting_cpu(group: dist.ProcessGroup, rank: int) -> float:
     return time.thread_time() - before
 
 
-def measure(size: int, rounds: int) -> dict[str, list[float]]:
-    """Rank 0's times in seconds, by case."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(size=size, rounds=rounds, store=Path(folder) / "store")
-        links = [context.Pipe() for _ in range(size)]
-        processes = [context.Process(target=_rank, args=(plan, rank, links[rank][1])) for rank in range(size)]
-        for process in processes:
-            process.start()
-        for _, theirs in links:
-            theirs.close()
-        try:
-            values: dict[str, list[float]] = links[0][0].recv()
-            for process in processes:
-                process.join()
-        finally:
-            for process in processes:
-                process.kill()
-    return values
-
-
 def _rows(size: int, values: dict[str, list[float]]) -> list[Row]:
     peer, own = BACKENDS
     rows = []
@@ -196,7 +167,7 @@ def main() -> int:
         name="net_backend", title="torch.distributed on baguanet and on Gloo", quick=options.quick
     )
     for size in _TARGETS:
-        values = measure(size, 3 if options.quick else 10)
+        values = values_of_first_rank(_rank, size, 3 if options.quick else 10)
         report.raw[f"{size} ranks, s"] = values
         report.rows += _rows(size, values)
     return finish(report, options)

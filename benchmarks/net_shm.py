@@ -5,20 +5,17 @@ Ranks are pinned, fp32 SUM, best of the rounds. Wants a quiet machine: load hits
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Report, Row, finish, interleave, parser
+from benchmarks.ranks import Plan, values_of_first_rank
 from tests.net.shm_peer import Group, library_path
 
 KIB = 1024
@@ -31,13 +28,6 @@ _SEGMENT_KIB = 16384
 _SEGMENT_RATIOS = {2: 15.0, 4: 11.0}
 _WAIT_S = 0.5
 _WAIT_CPU_MS = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    size: int
-    rounds: int
-    folder: Path
 
 
 def _timed(call: Callable[[], Any], repeats: int, group: Group, prepare: Callable[[], Any] | None) -> float:
@@ -114,27 +104,6 @@ def _cpu_of_waiting(group: Group) -> float:
     return time.thread_time() - before
 
 
-def measure(size: int, rounds: int) -> dict[str, list[float]]:
-    """Rank 0's times in seconds, by case."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(size=size, rounds=rounds, folder=Path(folder))
-        links = [context.Pipe() for _ in range(size)]
-        processes = [context.Process(target=_rank, args=(plan, rank, links[rank][1])) for rank in range(size)]
-        for process in processes:
-            process.start()
-        for _, theirs in links:
-            theirs.close()
-        try:
-            values: dict[str, list[float]] = links[0][0].recv()
-            for process in processes:
-                process.join()
-        finally:
-            for process in processes:
-                process.kill()
-    return values
-
-
 def _rows(size: int, values: dict[str, list[float]]) -> list[Row]:
     rows = []
     for kib, (limit_us, ratio) in _TARGETS[size].items():
@@ -177,7 +146,7 @@ def main() -> int:
     library_path()
     report = Report(name="net_shm", title="All-reduce on one host, fp32 SUM, best", quick=options.quick)
     for size in _TARGETS:
-        values = measure(size, 3 if options.quick else 15)
+        values = values_of_first_rank(_rank, size, 3 if options.quick else 15)
         report.raw[f"{size} ranks, s"] = values
         report.rows += _rows(size, values)
     return finish(report, options)
