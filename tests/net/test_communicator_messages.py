@@ -64,6 +64,29 @@ def test_messages_of_one_tag_keep_their_order(tmp_path: Path, hosts: Sequence[st
         assert group.run(send_one_tag, counts) == [None] * len(hosts)
 
 
+def send_to_waiting_receives(member: Member, count: int) -> None:
+    """Large messages that are wanted before they are sent; the third receive is from anybody."""
+    received = []
+    if member.rank == 1:
+        received = [member.recv(np.zeros(count, np.uint8), source, 5) for source in (0, 0, ANY, 0)]
+    member.barrier()
+    if member.rank == 0:
+        member.wait(*[member.send(letter(0, tag, count), 1, 5) for tag in range(4)])
+    member.wait(*received)
+    for tag, message in enumerate(received):
+        assert np.array_equal(message.data, letter(0, tag, count)), tag
+        assert message.source() == 0
+
+
+@layouts
+@pytest.mark.parametrize("count", [1000, 500_000])
+def test_receives_that_wait_get_messages_in_the_order_of_their_posting(
+    tmp_path: Path, hosts: Sequence[str], count: int
+) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        assert group.run(send_to_waiting_receives, count) == [None] * len(hosts)
+
+
 def flood(member: Member, count: int, each: int) -> None:
     """Many unexpected messages before the one that is wanted."""
     if member.rank == 0:
