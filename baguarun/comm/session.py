@@ -92,8 +92,9 @@ class DataParallelSession:
             return
         extension = load_extension()
         self._broadcast_coalesced = extension.broadcast_coalesced
+        # Before the engine's group is made: ranks that differ would make different ones.
+        require_same(self._declare(module), parent, self.device)
         self._group = engine_group(parent, self.device, sends_messages=self._sends_messages(parameters))
-        require_same(self._declare(module), self._group, self.device)
         if settings.init_sync:
             self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
             self._broadcast([_real_view(buffer) for buffer in module.buffers()])
