@@ -204,9 +204,11 @@ void Mailbox::offerAhead(const Handle& receive, const Tag& tag) {
   receive->isOffered = true;
   receive->id = kOfferBit | ++numOffers_;
   receives_[keyOf(receive->peer, receive->id)] = receive;
-  queue(receive->peer,
-        {.packet = {.kind = Packet::Kind::kAhead, .tag = receive->tag, .id = receive->id, .total = receive->bytes},
-         .operation = nullptr});
+  queue(receive->peer, {.packet = {.kind = Packet::Kind::kAhead,
+                                   .tag = receive->tag,
+                                   .id = receive->id,
+                                   .total = receive->bytes},
+                        .operation = nullptr});
 }
 
 // The room is for the first message that has asked and got none, or else for one to come.

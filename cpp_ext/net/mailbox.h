@@ -72,9 +72,9 @@ class Mailbox : private PacketSink {
   };
   struct Lane {
     std::deque<Outgoing> outgoing;
-    std::deque<std::pair<uint64_t, Handle>> unflushed;  // done when as many packets are flushed
-    uint64_t eagerBytes = 0;                            // sent and not yet credited
-    uint64_t readBytes = 0;                             // of its eager messages, not yet credited
+    std::deque<std::pair<uint64_t, Handle>> unflushed;        // done when as many packets are flushed
+    uint64_t eagerBytes = 0;                                  // sent and not yet credited
+    uint64_t readBytes = 0;                                   // of its eager messages, not yet credited
     std::unordered_map<uint32_t, std::deque<Packet>> offers;  // rooms that no message has got, by tag
     size_t numAwaited = 0;
   };
