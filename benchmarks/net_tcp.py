@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.harness import REPOSITORY, Report, Row, finish, interleave, parser
+from scripts import nccl_plugin
 
 _UNEVEN_MBIT = (500, 500, 500, 100)
 _EQUAL_MBIT = (500, 500, 500, 500)
@@ -92,12 +93,10 @@ def namespaces(shape: Callable[[], None] | None) -> Iterator[None]:
 
 def compile_loop(folder: Path) -> Path:
     program = folder / "net_tcp_loop"
-    names = ("address", "connector", "env", "frame", "hello", "interfaces", "link", "listener", "sha256")
-    sources = [REPOSITORY / "cpp_ext" / "net" / f"{name}.cc" for name in (*names, "socket", "stream")]
     include = f"-I{REPOSITORY / 'cpp_ext'}"
     compiler = os.environ.get("CXX", "g++").split()
     loop = REPOSITORY / "benchmarks" / "net_tcp_loop.cpp"
-    _run(*compiler, "-std=c++20", "-O3", include, str(loop), *map(str, sources), "-o", str(program))
+    _run(*compiler, "-std=c++20", "-O3", include, str(loop), *map(str, nccl_plugin.CORE), "-o", str(program))
     return program
 
 

@@ -23,8 +23,9 @@ FILE_NAME = "libnccl-net-baguanet.so"
 
 _NET_DIR = ROOT / "cpp_ext" / "net"
 _PLUGIN_DIR = ROOT / "cpp_ext" / "nccl_plugin"
-_CORE_NAMES = ("address", "connector", "env", "frame", "hello", "interfaces", "link", "listener", "sha256")
-CORE = tuple(_NET_DIR / f"{name}.cc" for name in (*_CORE_NAMES, "socket", "stream"))
+_HANDSHAKE = ("address", "connector", "env", "hello", "interfaces", "listener", "sha256", "socket")
+_CONNECTION = ("backlog", "frame", "link", "link_send", "stream", "stream_count")
+CORE = tuple(_NET_DIR / f"{name}.cc" for name in (*_HANDSHAKE, *_CONNECTION))
 """The TCP part of the transport."""
 FACE = (_PLUGIN_DIR / "context.cc", _PLUGIN_DIR / "plugin.cc")
 """What makes a plugin of it."""

@@ -14,14 +14,6 @@ namespace baguarun::net {
 namespace {
 
 constexpr std::chrono::milliseconds kSilenceCheckEvery{1000};
-// Visits per stream and call, so that one busy stream or link does not keep the caller from the others.
-constexpr int kMaxVisits = 4;
-// A slow stream's chunks are no smaller: each costs a header and a system call on either side.
-constexpr uint32_t kLeastShareBytes = 16 << 10;
-// Streams are compared after as many full chunks of each.
-constexpr uint64_t kChunksPerComparison = 4;
-// Chunks may grow as long as the network takes one in less than this.
-constexpr std::chrono::duration<double> kLongestChunk{0.004};
 constexpr uint32_t kWatched = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
 }  // namespace
@@ -30,6 +22,7 @@ Link::Link(std::vector<Fd> streams, Settings settings)
     : settings_(std::move(settings)),
       ownerPid_(getpid()),
       streams_(streams.size()),
+      streamCount_(streams.size()),
       lastMoved_(Clock::now()),
       lastChecked_(lastMoved_),
       lastCompared_(lastMoved_) {
@@ -180,127 +173,6 @@ void Link::pollEvents() {
     stream.isReadable |= isOver || (event.events & EPOLLIN) != 0;
     stream.isWritable |= isOver || (event.events & EPOLLOUT) != 0;
   }
-}
-
-bool Link::pumpWrites() {
-  bool moved = false;
-  for (int round = 0; round < kMaxVisits; ++round) {
-    bool movedNow = false;
-    const size_t first = firstStream_;
-    for (size_t step = 0; step < streams_.size(); ++step) {
-      movedNow |= writeTo((first + step) % streams_.size());
-    }
-    moved |= movedNow;
-    if (!movedNow) {
-      break;
-    }
-  }
-  return moved;
-}
-
-// One visit to one stream: the rest of its batch, or the next chunk.
-bool Link::writeTo(size_t index) {
-  Stream& stream = streams_[index];
-  if (!stream.isWritable || brokenWrite_.has_value() || (stream.writer.isIdle() && !deal(stream))) {
-    return false;
-  }
-  switch (stream.writer.write(stream.fd.get())) {
-    case Visit::kMoved:
-      if (stream.writer.isWritten()) {
-        credit(stream.writer);
-      } else {
-        stream.isWritable = false;  // a short write means full
-        stream.wasFull = true;
-      }
-      return true;
-    case Visit::kBlocked:
-      stream.isWritable = false;
-      stream.wasFull = true;
-      return false;
-    case Visit::kEnded:
-    case Visit::kBroken:
-      break;
-  }
-  brokenWrite_ = {.stream = index, .error = stream.writer.error()};
-  return false;
-}
-
-// Fills an idle writer: one chunk of a long message, or as many short ones as make one.
-bool Link::deal(Stream& stream) {
-  StreamWriter& writer = stream.writer;
-  size_t room = stream.shareBytes;
-  while (dealSequence_ != sends_.posted && !writer.isFull()) {
-    const size_t slot = dealSequence_ % kMaxRequests;
-    const Request& request = sends_.ring[slot];
-    const size_t left = *request.total_ - dealOffset_;
-    const size_t length = std::min<size_t>(left, stream.shareBytes);
-    if (length > room) {
-      break;
-    }
-    const Frame frame{.sequence = dealSequence_,
-                      .length = static_cast<uint32_t>(length),
-                      .offset = dealOffset_,
-                      .total = *request.total_};
-    writer.add({.header = encodeFrame(frame),
-                .payload = request.data_ + dealOffset_,
-                .length = frame.length,
-                .request = slot});
-    room -= length;
-    dealOffset_ += length;
-    if (dealOffset_ == *request.total_) {
-      ++dealSequence_;
-      dealOffset_ = 0;
-    } else {
-      firstStream_ = (firstStream_ + 1) % streams_.size();
-    }
-  }
-  const uint64_t dealt = stream.shareBytes - room;
-  stream.recentBytes += dealt;
-  recentBytes_ += dealt;
-  if (recentBytes_ >= kChunksPerComparison * streams_.size() * settings_.chunkBytes) {
-    rebalance();
-  }
-  return !writer.isIdle();
-}
-
-// Sizes each stream's chunks by what the network let it move lately, so that all streams need about the same
-// time for what they hold: a message is not done before its slowest chunk is. A stream that was never full
-// was limited by us, not by the network, and gets more. Where the network is so fast that a chunk of the
-// agreed size is gone at once, chunks grow: there the calls and wake-ups cost more than the bytes.
-void Link::rebalance() {
-  uint64_t most = 1;
-  for (const Stream& stream : streams_) {
-    most = std::max(most, stream.recentBytes);
-  }
-  const auto now = Clock::now();
-  const auto elapsed = std::max<Clock::duration>(now - lastCompared_, Clock::duration{1});
-  lastCompared_ = now;
-  const auto gone = static_cast<uint64_t>(static_cast<double>(most) * (kLongestChunk / elapsed));
-  const uint64_t largest = std::clamp<uint64_t>(gone, settings_.chunkBytes, kMaxChunkBytes);
-  const uint32_t least = std::min(kLeastShareBytes, settings_.chunkBytes);
-  for (Stream& stream : streams_) {
-    const uint64_t fair =
-        stream.wasFull ? largest * stream.recentBytes / most : uint64_t{2} * stream.shareBytes;
-    const auto share = static_cast<uint32_t>(std::clamp<uint64_t>(fair, least, largest));
-    if (share != stream.shareBytes) {
-      stream.shareBytes = share;
-      setNotSentLowWater(stream.fd.get(), share);
-    }
-    stream.recentBytes = 0;
-    stream.wasFull = false;
-  }
-  recentBytes_ = 0;
-}
-
-void Link::credit(StreamWriter& writer) {
-  for (const OutgoingFrame& frame : writer.frames()) {
-    Request& request = sends_.ring[frame.request];
-    request.moved_ += frame.length;
-    if (request.moved_ == *request.total_) {
-      finish(sends_, request);
-    }
-  }
-  writer.clear();
 }
 
 bool Link::pumpReads() {

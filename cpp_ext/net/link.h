@@ -30,10 +30,12 @@
 #include <string>
 #include <vector>
 
+#include "net/backlog.h"
 #include "net/error.h"
 #include "net/frame.h"
 #include "net/socket.h"
 #include "net/stream.h"
+#include "net/stream_count.h"
 
 namespace baguarun::net {
 
@@ -117,10 +119,14 @@ class Link {
   uint32_t chunkBytes() const noexcept { return settings_.chunkBytes; }
 
  private:
+  // Visits per stream and call, so that one busy stream or link does not keep the caller from the others.
+  static constexpr int kMaxVisits = 4;
+
   struct Stream {
     Fd fd;
     StreamWriter writer;
     StreamReader reader;
+    Backlog backlog;
     std::optional<Frame> frame;  // being received
     uint32_t frameFilled = 0;    // bytes of it that have arrived
     bool isReadable = true;      // until the kernel says otherwise
@@ -149,6 +155,7 @@ class Link {
   bool pumpWrites();
   bool writeTo(size_t index);
   bool deal(Stream& stream);
+  void onFull(Stream& stream);
   void rebalance();
   void credit(StreamWriter& writer);
 
@@ -182,7 +189,8 @@ class Link {
   uint32_t dealSequence_ = 0;  // the message that the next chunk is of
   size_t dealOffset_ = 0;
   uint64_t recentBytes_ = 0;  // of all streams
-  size_t firstStream_ = 0;    // where dealing begins
+  StreamCount streamCount_;
+  size_t firstStream_ = 0;  // where dealing begins
   Clock::time_point lastMoved_;
   Clock::time_point lastChecked_;
   Clock::time_point lastCompared_;

@@ -4,6 +4,8 @@
 //   probe speed SYSFS NAME                megabit/s and the path of the device
 //   probe hmac KEY MESSAGE                both in hexadecimal
 //   probe address TEXT                    the address as understood
+//   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free"; streams in use after
+//   each
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -15,6 +17,7 @@
 #include "net/env.h"
 #include "net/interfaces.h"
 #include "net/sha256.h"
+#include "net/stream_count.h"
 
 namespace {
 
@@ -58,11 +61,29 @@ void speed(const Words& words) {
 
 void address(const Words& words) { std::cout << Address::parse(words.at(0)).toString(); }
 
+void streams(const Words& words) {
+  StreamCount count(std::stoul(words.at(0)));
+  int64_t milliseconds = 0;
+  int64_t queueing = 0;
+  std::string state;
+  double rate = 0;
+  int64_t measured = 0;
+  while (std::cin >> milliseconds >> queueing >> state >> rate >> measured) {
+    count.observe({.allFull = true,
+                   .queueing = std::chrono::microseconds(queueing),
+                   .isLimited = state == "limited",
+                   .bytesPerSecond = rate,
+                   .measured = std::chrono::milliseconds(measured)},
+                  Clock::time_point(std::chrono::milliseconds(milliseconds)));
+    std::cout << count.used() << "\n";
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::map<std::string, std::function<void(const Words&)>> commands{
-      {"choose", choose}, {"speed", speed}, {"hmac", hmac}, {"address", address}};
+      {"choose", choose}, {"speed", speed}, {"hmac", hmac}, {"address", address}, {"streams", streams}};
   try {
     commands.at(argv[1])(Words(argv + 2, argv + argc));
     return 0;

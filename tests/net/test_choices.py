@@ -175,3 +175,84 @@ def test_the_digest_is_hmac_sha256(key_size: int) -> None:
         key, message = rng.randbytes(key_size), rng.randbytes(size)
         expected = hmac.new(key, message, hashlib.sha256).hexdigest()
         assert probe("hmac", key.hex(), message.hex()).stdout == expected
+
+
+class StreamProbe:
+    """A link's choice of streams, observed every 20 ms of its own time while all in use are full."""
+
+    def __init__(self, of: int = 4) -> None:
+        self.of = of
+        self.lines: list[str] = []
+        self.now_ms = 0
+
+    def observe(
+        self, times: int, *, queueing_us: int, rate: float = 1e6, measured_ms: int = 0, limited: bool = False
+    ) -> None:
+        state = "limited" if limited else "free"
+        for _ in range(times):
+            self.now_ms += 20
+            self.lines.append(f"{self.now_ms} {queueing_us} {state} {rate} {measured_ms}")
+
+    def used(self) -> list[int]:
+        done = probe("streams", str(self.of), given="\n".join(self.lines))
+        assert done.returncode == 0, done.stderr
+        return [int(word) for word in done.stdout.split()]
+
+
+def test_all_streams_are_used_where_one_is_held_back_without_a_queue() -> None:
+    link = StreamProbe()
+    link.observe(10, queueing_us=300)
+    assert link.used()[0] == 1
+    assert link.used()[-1] == 4
+
+
+def test_one_sign_between_others_is_not_enough() -> None:
+    link = StreamProbe()
+    for _ in range(10):
+        link.observe(3, queueing_us=300)
+        link.observe(1, queueing_us=9_000)
+    assert set(link.used()) == {1}
+
+
+def test_a_stream_with_a_limited_buffer_does_not_count_as_held_back() -> None:
+    link = StreamProbe()
+    link.observe(50, queueing_us=300, limited=True)
+    assert set(link.used()) == {1}
+
+
+def test_all_streams_are_tried_and_kept_where_they_move_more() -> None:
+    link = StreamProbe()
+    link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
+    link.observe(1, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    link.observe(20, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    assert set(link.used()) == {4}
+
+
+def test_all_streams_are_tried_and_left_where_they_move_the_same_and_ever_less_often() -> None:
+    link = StreamProbe()
+    link.observe(10_000, queueing_us=20_000, rate=1e6, measured_ms=200)
+    used = link.used()
+    begun = [k for k in range(1, len(used)) if used[k] == 4 and used[k - 1] == 1]
+    assert used[0] == 4
+    assert used[-1] == 1
+    pauses = [later - earlier for earlier, later in zip(begun, begun[1:])]
+    assert pauses
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 1.5 * pauses[0]
+
+
+def test_streams_rest_again_in_front_of_a_full_line() -> None:
+    link = StreamProbe()
+    link.observe(10, queueing_us=300)
+    link.observe(20, queueing_us=45_000)
+    used = link.used()
+    assert used[9] == 4
+    assert used[-1] == 1
+
+
+def test_a_link_of_one_stream_has_no_choice() -> None:
+    link = StreamProbe(of=1)
+    link.observe(10, queueing_us=300)
+    link.observe(10, queueing_us=45_000, measured_ms=200)
+    assert set(link.used()) == {1}

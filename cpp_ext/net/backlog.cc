@@ -1,0 +1,99 @@
+#include "net/backlog.h"
+
+#include <linux/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace baguarun::net {
+
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr std::chrono::milliseconds kCheckEvery{5};
+// Between two moments at which a stream is full, no more apart, it was busy.
+constexpr std::chrono::milliseconds kStaysFull{50};
+// Checks that "lately" goes back.
+constexpr int kMemory = 16;
+// The queue beyond which a limit is set, what it is set for, and the queue below which it may grow. The way
+// back has its queues, too: half of it may be there.
+constexpr microseconds kLongQueue{30'000};
+constexpr microseconds kWantedQueue{20'000};
+constexpr microseconds kShortQueue{18'000};
+// How often it may grow by a quarter.
+constexpr std::chrono::milliseconds kGrowEvery{200};
+// Less would leave a line of 100 Mbit/s idle whenever our thread waits 10 ms for its turn.
+constexpr uint32_t kLeastBytes = 128 << 10;
+// Above it the kernel decides again.
+constexpr uint32_t kMostBytes = 1 << 20;
+
+#ifndef SO_BUF_LOCK
+constexpr int SO_BUF_LOCK = 72;  // Linux 5.14
+#endif
+
+}  // namespace
+
+void Backlog::onFull(int fd, bool mayLimit, Clock::time_point now) {
+  if (now - lastCheck_ < kCheckEvery) {
+    return;
+  }
+  const auto elapsed = now - std::exchange(lastCheck_, now);
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) {
+    return;
+  }
+  const uint64_t arrived = info.tcpi_bytes_acked - std::exchange(bytesArrived_, info.tcpi_bytes_acked);
+  if (elapsed < kStaysFull) {
+    bytesMeasured_ += arrived;
+    measured_ += elapsed;
+  }
+  const microseconds shortest(info.tcpi_min_rtt);
+  const microseconds trip(std::max(info.tcpi_rtt, info.tcpi_min_rtt));
+  const microseconds queueing = trip - shortest;
+  queueing_ += (queueing - queueing_) / kMemory;
+  if (!mayLimit) {
+    if (limit_ != 0) {
+      setLimit(fd, 0);
+    }
+  } else if (queueing > kLongQueue) {
+    const uint64_t underWay = uint64_t{info.tcpi_unacked} * info.tcpi_snd_mss;
+    const auto wanted = underWay * static_cast<uint64_t>((shortest + kWantedQueue).count()) /
+                        static_cast<uint64_t>(trip.count());
+    const auto limit = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, kLeastBytes, kMostBytes));
+    if (limit_ == 0 || limit < limit_) {
+      setLimit(fd, limit);
+      lastChange_ = now;
+    }
+  } else if (limit_ != 0 && queueing_ < kShortQueue && now - lastChange_ > kGrowEvery) {
+    setLimit(fd, limit_ < kMostBytes ? limit_ + limit_ / 4 : 0);
+    lastChange_ = now;
+  }
+}
+
+double Backlog::bytesPerSecond() const noexcept {
+  const double seconds = std::chrono::duration<double>(measured_).count();
+  return seconds > 0 ? static_cast<double>(bytesMeasured_) / seconds : 0;
+}
+
+void Backlog::measure() noexcept {
+  bytesMeasured_ = 0;
+  measured_ = {};
+}
+
+// What cannot be set is left: a limit is a help, not a need.
+void Backlog::setLimit(int fd, uint32_t limit) {
+  limit_ = limit;
+  const int unlocked = 0;
+  // The kernel doubles the number, for its own overhead.
+  const int bytes = static_cast<int>(limit / 2);
+  if (limit == 0) {
+    setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &unlocked, sizeof(unlocked));
+  } else {
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
+  }
+}
+
+}  // namespace baguarun::net

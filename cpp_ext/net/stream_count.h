@@ -1,0 +1,56 @@
+// How many of a link's streams to use: one, or all where one does not fill the line.
+//
+// Several streams help where something holds each of them back: a long way, loss, a limit per connection, the
+// kernel's work on one core. In front of a line that one of them fills they help nobody; they only make the
+// queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
+// back. Where there is a queue, all are tried now and then, ever less often, and used if they move more.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+
+#include "net/socket.h"
+
+namespace baguarun::net {
+
+// Threads: a value, one at a time.
+class StreamCount {
+ public:
+  // Of the streams in use: whether all are full now and then, the shortest queueing lately, whether one has
+  // its buffer limited, and what they moved per second while they were full, over how long.
+  struct Observed {
+    bool allFull;
+    std::chrono::microseconds queueing;
+    bool isLimited;
+    double bytesPerSecond;
+    Clock::duration measured;
+  };
+
+  explicit StreamCount(size_t all) : all_(all) {}
+
+  // To be called now and then while there is something to send. True: measure anew.
+  bool observe(const Observed& observed, Clock::time_point now);
+
+  // One is in use, and the queue that it sees is its own: not the one that all left behind.
+  bool isOneAlone(Clock::time_point now) const noexcept;
+
+  size_t used() const noexcept { return phase_ == Phase::kOne ? 1 : all_; }
+
+ private:
+  enum class Phase { kOne, kChange, kTrial, kAll };
+
+  bool go(Phase phase, Clock::time_point now);
+  bool isPersistent(bool isSign, Clock::time_point now);
+
+  size_t all_;
+  Phase phase_ = Phase::kOne;
+  Clock::time_point since_{};
+  double rateOfOne_ = 0;
+  Clock::time_point nextTrial_{};
+  Clock::duration pause_{0};
+  // How often in a row, and since when, what was observed spoke for a change.
+  int numSigns_ = 0;
+  Clock::time_point firstSign_{};
+};
+
+}  // namespace baguarun::net
