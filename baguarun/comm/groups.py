@@ -87,15 +87,11 @@ def read_worker_env() -> WorkerEnv:
     return env
 
 
-def engine_group(
-    parent: dist.ProcessGroup, device: torch.device, *, sends_messages: bool = False
-) -> dist.ProcessGroup:
+def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """The group that one engine uses alone, with the members and timeout of `parent`.
 
     Collective over `parent`. On CPU it is a new one, so that the user's messages and ours never meet; on an
-    accelerator it is `parent` itself, since communicators that run side by side may block each other. The
-    backend is `parent`'s, but for an engine that mostly `sends_messages` between hosts it is Gloo in place of
-    baguanet, whose large messages do not fill a slow network yet (docs/results, bytegrad at 100 Mbit/s).
+    accelerator it is `parent` itself, since communicators that run side by side may block each other.
     """
     try:
         backend = _backend(parent, device)
@@ -110,10 +106,9 @@ def engine_group(
                 f"the model is on {device}; want the nccl backend, the process group has {backend.name()}"
             )
         return parent
-    needs_gloo = sends_messages and backend.name() == BAGUANET and not on_one_host(parent)
     group: dist.ProcessGroup = dist.new_group(
         ranks=dist.get_process_group_ranks(parent),
-        backend="gloo" if needs_gloo else backend.name(),
+        backend=backend.name(),
         timeout=backend.options._timeout,
         use_local_synchronization=True,
         group_desc="baguarun engine",

@@ -94,7 +94,7 @@ class DataParallelSession:
         self._broadcast_coalesced = extension.broadcast_coalesced
         # Before the engine's group is made: ranks that differ would make different ones.
         require_same(self._declare(module), parent, self.device)
-        self._group = engine_group(parent, self.device, sends_messages=self._sends_messages(parameters))
+        self._group = engine_group(parent, self.device)
         if settings.init_sync:
             self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
             self._broadcast([_real_view(buffer) for buffer in module.buffers()])
@@ -142,14 +142,6 @@ class DataParallelSession:
             bytes_sent=found.bytes_sent,
             buckets=found.buckets,
             exposed_wait_s=found.exposed_wait_s,
-        )
-
-    def _sends_messages(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> bool:
-        """Whether buckets travel as messages of the engine's, rather than by the backend's all-reduce."""
-        operations = [self.algorithm.operation(parameter.dtype, self.device) for _, parameter in parameters]
-        return any(
-            operation.kind is OperationKind.SCATTER_REDUCE_GATHER and operation.wire is not Wire.F32
-            for operation in operations
         )
 
     def _make_engine(self, extension: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:

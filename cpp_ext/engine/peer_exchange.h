@@ -106,6 +106,7 @@ class PeerExchange final : public HostOperation {
  private:
   static constexpr codec::Exec kHost{codec::Device::cpu, nullptr};
   static constexpr size_t kPacedBytes = size_t{64} << 10;
+  static constexpr size_t kMessagesAtOnce = 3;
 
   size_t chunkBytes(size_t rank) const {
     const size_t numElements = layout_.numElements(rank);
@@ -157,11 +158,12 @@ class PeerExchange final : public HostOperation {
   size_t target(size_t step) const { return (rank_ + step) % size_; }
   size_t source(size_t step) const { return (rank_ + size_ - step) % size_; }
 
-  // Before the send of `step`: waits for the message of the step before, if messages are large. Several large
-  // ones at once would fight for the receiver's link and overflow the queues in front of it.
+  // Before the send of `step`: waits for a message of some steps before, if messages are large. Many large
+  // ones at once would overflow the queue in front of the receiver; with one at a time, whoever waits for a
+  // slow one lets the line run empty, and all others in turn.
   void pace(size_t step, Transfers& receives, const char* verb) {
-    if (step > 1 && layout_.stride() * elementSize_ >= kPacedBytes) {
-      receives.waitFor(source(step - 1), verb);
+    if (step > kMessagesAtOnce && layout_.stride() * elementSize_ >= kPacedBytes) {
+      receives.waitFor(source(step - kMessagesAtOnce), verb);
     }
   }
 
