@@ -14,7 +14,6 @@ from torch import nn
 
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
-from baguarun.comm.algorithms.base import OperationKind, Wire
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, group_timeout, on_one_host, read_worker_env
 from baguarun.errors import CommunicationError, UsageError

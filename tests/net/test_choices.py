@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import os
 import random
 import subprocess
@@ -236,7 +237,7 @@ def test_all_streams_are_tried_and_left_where_they_move_the_same_and_ever_less_o
     begun = [k for k in range(1, len(used)) if used[k] == 4 and used[k - 1] == 1]
     assert used[0] == 4
     assert used[-1] == 1
-    pauses = [later - earlier for earlier, later in zip(begun, begun[1:])]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
     assert pauses
     assert pauses == sorted(pauses)
     assert pauses[-1] > 1.5 * pauses[0]
