@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <utility>
 
 namespace baguarun::backend {
@@ -150,7 +152,7 @@ bool Driver::wait(Transfer& transfer, Clock::time_point deadline) {
       transfers_.erase(it);
       held->listed_ = false;
       lock.unlock();
-      held->finish(nullptr);
+      finish({{held, nullptr}});
       return true;
     }
     if (Clock::now() >= deadline || transfer.isAbandoned()) {
@@ -219,11 +221,19 @@ void Driver::leave(Lock& lock, std::vector<Ended> ended) {
     return;
   }
   lock.unlock();
-  for (auto& [operation, error] : ended) {
-    operation->finish(std::move(error));
-  }
-  ended.clear();
+  finish(std::move(ended));
   lock.lock();
+}
+
+// All end before the first callback, which may wait for any of them.
+void Driver::finish(std::vector<Ended> ended) {
+  std::vector<std::function<void()>> then;
+  for (auto& [operation, error] : ended) {
+    std::ranges::move(operation->end(std::move(error)), std::back_inserter(then));
+  }
+  for (const auto& call : then) {
+    call();
+  }
 }
 
 std::exception_ptr Driver::execute(Collective& collective) noexcept {

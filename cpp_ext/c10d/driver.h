@@ -75,6 +75,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void takeEnded(std::vector<Ended>& ended);
   void step(Lock& lock, Clock::time_point sleepUntil);
   void leave(Lock& lock, std::vector<Ended> ended);
+  static void finish(std::vector<Ended> ended);
   void handOver(Lock& lock);
   void startThread(const Lock& lock);
   void stop(Lock& lock, std::vector<std::thread> threads);

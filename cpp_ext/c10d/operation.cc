@@ -53,19 +53,13 @@ void Operation::onDone(std::function<void()> then) {
   then();
 }
 
-void Operation::finish(std::exception_ptr error) noexcept {
+std::vector<std::function<void()>> Operation::end(std::exception_ptr error) noexcept {
   error = close(std::move(error));
-  std::vector<std::function<void()>> then;
-  {
-    const std::scoped_lock lock(mutex_);
-    done_ = true;
-    error_ = std::move(error);
-    then.swap(then_);
-    changed_.notify_all();
-  }
-  for (const auto& call : then) {
-    call();
-  }
+  const std::scoped_lock lock(mutex_);
+  done_ = true;
+  error_ = std::move(error);
+  changed_.notify_all();
+  return std::exchange(then_, {});
 }
 
 std::exception_ptr Collective::close(std::exception_ptr error) noexcept {

@@ -31,7 +31,7 @@ class Operation {
   void abandon();
   bool isAbandoned() const;
 
-  // Calls `then` at the end, on the thread that ends it; at once if that has been.
+  // Calls `then` after the end, on the thread that ends it; at once if that has been.
   void onDone(std::function<void()> then);
 
  private:
@@ -40,7 +40,8 @@ class Operation {
   // Before the end: lets go of what is kept for the operation alone (buffers). Returns `error`, or what it
   // failed with itself.
   virtual std::exception_ptr close(std::exception_ptr error) noexcept = 0;
-  void finish(std::exception_ptr error) noexcept;
+  // Ends it, and the waits for it. Returns what is to be called now.
+  std::vector<std::function<void()>> end(std::exception_ptr error) noexcept;
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -137,6 +138,27 @@ def test_a_wait_has_a_timeout_of_its_own_and_the_groups_can_be_changed() -> None
     assert "all_reduce" in not_yet and "50 ms" in not_yet
     assert "receive from rank 1" in receive and "timed out after 200 ms" in receive
     assert "all_reduce" in collective and "receive from rank 1" in collective
+
+
+def a_callback_waits_for_a_message() -> list[float]:
+    if dist.get_rank() == 1:
+        await_the_others("begin")
+        dist.send(torch.ones(3), 0)
+        # The message is through while rank 0 is in the collective, so both end together there.
+        time.sleep(0.3)
+        dist.all_reduce(torch.ones(1))
+        return []
+    found = torch.zeros(3)
+    receive = dist.irecv(found, 1)
+    reduced = dist.all_reduce(torch.ones(1), async_op=True)
+    assert receive is not None and reduced is not None
+    seen = reduced.get_future().then(lambda _: receive.wait(timedelta(seconds=10)) and found.tolist())
+    await_the_others("begin")
+    return list(seen.wait())
+
+
+def test_a_callback_may_wait_for_a_message_that_ended_with_its_collective() -> None:
+    assert run_ranks(a_callback_waits_for_a_message, 2)[0] == [1.0] * 3
 
 
 def an_option_of_the_call() -> str:
