@@ -113,9 +113,14 @@ void Connector::hearWelcome(size_t index) {
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
     return;
   }
-  if (count <= 0) {
+  if (count == 0 && numWelcomed_ == 0) {
     fail(Fault::kRemote,
          "turned us away: it belongs to another job, has another BAGUA_NET_SECRET or is no listener of ours");
+  }
+  if (count <= 0) {
+    // Who refuses a hello has read it, and closes in order; a process that ends has not.
+    fail(Fault::kRemote,
+         "ended the connection before its welcome: it has died or left, or is no listener of ours");
   }
   stream.received += static_cast<size_t>(count);
   Welcome welcome;

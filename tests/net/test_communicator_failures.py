@@ -106,6 +106,24 @@ def test_a_frozen_rank_is_a_timeout_that_names_it(tmp_path: Path, hosts: str, vi
             assert named(victim, message) and "in time" in message, message
 
 
+def send_for_ever(member: Member, to: int) -> tuple[str, str, str]:
+    message = member.send(np.zeros(10, np.uint8), to)
+    return outcome_of(member, lambda: member.wait(message))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_dies_before_its_first_link_is_made_is_said_to_have_died(tmp_path: Path, first: int) -> None:
+    with members(tmp_path, 3, list("abc")) as group:
+        os.kill(group.processes[2].pid, signal.SIGSTOP)
+        # The kernel of a stopped process takes connections, which wait for it.
+        group.start(first, send_for_ever, 2)
+        time.sleep(0.2)
+        group.processes[2].kill()
+        fault, message, _ = group.result(first)
+        assert fault == "remote" and named(2, message) and "died" in message, message
+        assert "turned us away" not in message
+
+
 def reduce_once(member: Member, count: int = 100, dtype: str = "float32", op: str = "sum") -> None:
     member.all_reduce(np.zeros(count, dtype), op)
 

@@ -111,7 +111,7 @@ def test_a_listener_closed_in_the_middle_of_the_hello_is_an_error_at_the_other_s
     for _ in range(50):
         assert sender.connect(handle) is None
     receiver.close_listen(listener)
-    with pytest.raises(NetFailure) as caught:
+    with pytest.raises(NetFailure, match="before its welcome: it has died or left") as caught:
         until(lambda: sender.connect(handle))
     assert caught.value.code == vtable.REMOTE_ERROR
 
