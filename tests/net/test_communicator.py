@@ -107,6 +107,30 @@ def test_all_to_all_exchanges_blocks_of_uneven_sizes(tmp_path: Path, hosts: str)
         assert outcomes[receiver] == want
 
 
+@pytest.mark.parametrize("hosts", ["abcdefghi", "aabbccdde"])
+def test_nine_ranks_on_many_hosts_do_all_that_fewer_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    # Each pair of the first layout has a link of its own, in use by the all-to-all.
+    monkeypatch.setenv("BAGUA_NET_NSTREAMS", "4")
+    size = len(hosts)
+    with members(tmp_path, size, list(hosts)) as group:
+        for count in (1, 33, 16385):
+            outcomes = group.run(move_everything, count)
+            for rank in range(size):
+                want = moved(size, rank, count)
+                assert [name for name in want if outcomes[rank][name] != want[name]] == [], count
+        reduced = group.run(reduce_all, [("sum", "float32", 1023), ("max", "int32", 7)])
+        blocks = group.run(all_to_all)
+        group.run(mixed, 5, 10)
+    for number, (op, dtype, count) in enumerate([("sum", "float32", 1023), ("max", "int32", 7)]):
+        assert len({outcome[number].tobytes() for outcome in reduced}) == 1
+        check_reduced(reduced[0][number], op, [values(rank, count, dtype) for rank in range(size)])
+    for receiver, received in enumerate(blocks):
+        sent = [bytes([16 * sender + receiver]) * bytes_from_to(sender, receiver) for sender in range(size)]
+        assert received == sent
+
+
 def reduce_scatter(member: Member, count: int, dtype: str, op: str) -> np.ndarray:
     out = np.zeros(count, dtype)
     blocks = values(member.rank, count * member.size, dtype)
