@@ -19,8 +19,6 @@ namespace {
 constexpr std::chrono::milliseconds kGrace{500};
 // The longest sleep: some failures are found by looking.
 constexpr std::chrono::milliseconds kLongestSleep{1000};
-// Who waits longer in a collective says so, that calls which do not match are found.
-constexpr std::chrono::milliseconds kLongWait{200};
 // How long words to the others may take to be on their way.
 constexpr std::chrono::milliseconds kTellingTime{50};
 constexpr uint64_t kBellNumber = ~uint64_t{0};
@@ -96,7 +94,7 @@ void Communicator::Implementation::watch() {
   if (met_.shm == nullptr) {
     return;
   }
-  met_.shm->setHook([this] { return waitBesides(); });
+  met_.shm->setHook([this](int place) { return waitBesides(place); });
   epoll_.add(met_.shm->doorbell(), EPOLLIN, kDoorbellNumber);
   for (int place = 0; place < met_.shm->size(); ++place) {
     if (const Fd& pidfd = met_.shm->segment().peer(place).pidfd) {
@@ -116,15 +114,14 @@ void Communicator::Implementation::enter(Call call, Clock::time_point deadline) 
     tellOthers(kTellingTime);
     verdict_->check();
   }
-  deadline_ = deadline;
   if (met_.shm != nullptr) {
-    met_.shm->setDeadline(deadline);
+    // With other hosts, whom a neighbour waits for may be there: only the control links tell.
+    met_.shm->setDeadline(met_.control == nullptr ? deadline : Clock::time_point::max());
   }
   if (met_.control != nullptr) {
     call.sequence = ++numCalls_;
     call_ = call;
-    callStart_ = Clock::now();
-    met_.control->enter(call);
+    met_.control->enter(call, deadline);
     if (met_.shm != nullptr) {
       met_.shm->describe(call);
     }
@@ -136,18 +133,11 @@ void Communicator::Implementation::breakWith(const Error& error, bool isInCall) 
   Error cause = error;
   if (const auto* told = dynamic_cast<const Told*>(&error)) {
     hasTold_ = told->isKnown();
-  } else if (met_.control != nullptr && !verdict_->isBroken()) {
-    // A rank that is late keeps others from what this one waits for; one that broke may have closed its links
-    // before its words came.
-    if (error.fault() == Fault::kTimeout && isInCall) {
-      const Told why = met_.control->explainTimeout(error);
-      hasTold_ = why.isKnown();
-      cause = why;
-    } else if (error.fault() == Fault::kRemote) {
-      const Told why = met_.control->explainBreak(error);
-      hasTold_ = why.isKnown();
-      cause = why;
-    }
+  } else if (met_.control != nullptr && !verdict_->isBroken() && error.fault() == Fault::kRemote) {
+    // Who broke may have closed its links before its words came.
+    const Told why = met_.control->explainBreak(error, isInCall);
+    hasTold_ = why.isKnown();
+    cause = why;
   }
   verdict_->set(cause);
   tellOthers(kTellingTime);
@@ -214,41 +204,36 @@ bool Communicator::Implementation::advanceOnce() {
   return moved;
 }
 
-// While an operation in shared memory waits.
-bool Communicator::Implementation::waitBesides() {
+// While an operation in shared memory waits, for the neighbour at `place`.
+bool Communicator::Implementation::waitBesides(int place) {
   const bool hasMessages = mailbox_->hasPending();
   if (hasMessages || met_.mesh != nullptr) {
     advance();
   }
-  if (met_.control != nullptr && Clock::now() > callStart_ + kLongWait) {
-    met_.control->reportWaiting();
+  if (met_.control == nullptr) {
+    return hasMessages;
   }
-  return hasMessages;
+  met_.control->keepWaiting(neighbours()[static_cast<size_t>(place)]);
+  return hasMessages || met_.control->isAsking();
 }
 
 // While a collective over links waits.
 void Communicator::Implementation::await(int rank) {
-  if (advance()) {
+  const bool moved = advance();
+  met_.control->keepWaiting(rank);
+  if (moved) {
     return;
-  }
-  const auto now = Clock::now();
-  if (now >= deadline_) {
-    throw Error(Fault::kTimeout, name(rank), "did not deliver its part of " + call_.text() + " in time");
-  }
-  if (now > callStart_ + kLongWait) {
-    met_.control->reportWaiting();
   }
   if (met_.control->hasLeft(rank) && met_.mesh->find(Mesh::Use::kCollectives, rank) == nullptr) {
     throw Error(Fault::kRemote, name(rank), "has left");
   }
-  const bool hasReported = now > callStart_ + kLongWait;
   if (met_.shm != nullptr && mailbox_->hasPending()) {
     met_.shm->expectBell();
     if (advance()) {
       return;
     }
   }
-  doze(std::min(deadline_, hasReported ? now + kLongestSleep : callStart_ + kLongWait));
+  doze(met_.control->nextWaiting());
 }
 
 std::byte* Communicator::Implementation::scratch(size_t bytes) {

@@ -72,7 +72,7 @@ class Communicator::Implementation : private WireContext {
   void enter(Call call, Clock::time_point deadline);
   [[noreturn]] void breakWith(const Error& error, bool isInCall);
   void tellOthers(Clock::duration patience) noexcept;
-  bool waitBesides();
+  bool waitBesides(int place);
   bool advance();
   bool advanceOnce();
   Carrier* carrierTo(int rank);
@@ -101,8 +101,6 @@ class Communicator::Implementation : private WireContext {
   std::vector<std::byte> scratch_;
   uint64_t numCalls_ = 0;
   Call call_;
-  Clock::time_point callStart_;
-  Clock::time_point deadline_;
   bool hasTold_ = false;
 };
 

@@ -10,12 +10,15 @@ namespace {
 
 // How long what a rank that vanished had sent before may still serve the others.
 constexpr std::chrono::milliseconds kGrace{500};
-// How long rank 0 waits for answers, and the others for its verdict.
-constexpr std::chrono::milliseconds kAskingTime{250};
-constexpr std::chrono::milliseconds kVerdictTime{800};
 constexpr std::chrono::milliseconds kRelayTime{50};
-// How long to wait for a better reason than that a link broke.
+// Who waits longer in a collective says so, that calls which do not match are found.
+constexpr std::chrono::milliseconds kLongWait{200};
+// How long before its deadline who waits wants to know who is late; half of that is for the answers, which a
+// rank that sleeps in shared memory takes up to 70 ms to give. A call of little time asks after half of it.
+constexpr std::chrono::milliseconds kAskingTime{500};
+// How long to wait for a better reason than that a link broke, and how long even at a deadline.
 constexpr std::chrono::milliseconds kReasonTime{300};
+constexpr std::chrono::milliseconds kLeastReasonTime{100};
 
 template <size_t kSize>
 void setText(char (&to)[kSize], const std::string& from) {
@@ -55,17 +58,39 @@ int Control::firstMissing() const {
 
 bool Control::isComplete() const { return firstMissing() == rank_; }
 
-void Control::enter(const Call& call) {
+void Control::enter(const Call& call, Clock::time_point deadline) {
+  const auto now = Clock::now();
+  const auto asking =
+      std::clamp<Clock::duration>((deadline - now) / 2, Clock::duration(0), Clock::duration(kAskingTime));
   call_ = call;
   ownCalls_[call.sequence % ownCalls_.size()] = call;
-  hasReported_ = false;
   peers_[static_cast<size_t>(rank_)].call = call;
+  reportAt_ = now + kLongWait;
+  askAt_ = deadline - asking;
+  deadline_ = deadline;
+  patience_ = asking / 2;
+  hasReported_ = hasAsked_ = hasHeardHub_ = false;
+  finding_.reset();
+}
+
+void Control::keepWaiting(int rank) {
+  const auto now = Clock::now();
+  if (now >= deadline_) {
+    throw Told(overdue(rank), false);
+  }
+  if (now >= reportAt_ && !hasReported_) {
+    reportWaiting();
+  }
+  if (now >= askAt_ && !hasAsked_) {
+    doubt(rank);
+  }
+}
+
+Clock::time_point Control::nextWaiting() const {
+  return std::min({deadline_, hasReported_ ? deadline_ : reportAt_, hasAsked_ ? deadline_ : askAt_});
 }
 
 void Control::reportWaiting() {
-  if (hasReported_) {
-    return;
-  }
   hasReported_ = true;
   if (isHub()) {
     compare(rank_);
@@ -73,6 +98,22 @@ void Control::reportWaiting() {
     say(0, make(Kind::kWaiting));
     flush(Clock::duration(0));
   }
+}
+
+// The deadline comes near.
+void Control::doubt(int rank) {
+  hasAsked_ = true;
+  hasHeardHub_ = false;
+  finding_.reset();
+  Word word = withError(make(Kind::kDoubting), lateness(rank));
+  word.patienceMs =
+      static_cast<uint32_t>(std::chrono::duration_cast<std::chrono::milliseconds>(patience_).count());
+  if (isHub()) {
+    ask(word, rank_);
+  } else {
+    say(0, word);
+  }
+  flush(Clock::duration(0));
 }
 
 Control::Word Control::make(Kind kind) const {
@@ -166,8 +207,9 @@ bool Control::progress() {
     }
     checkLost(rank);
   });
-  if (inquiry_.has_value() && Clock::now() >= inquiry_->end) {
-    throw Told(conclude(), false);
+  if (inquiry_.has_value() && inquiry_->isOver(Clock::now())) {
+    conclude();
+    moved = true;
   }
   return moved;
 }
@@ -203,6 +245,7 @@ void Control::obey(int from, const Word& word) {
     throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];
+  hasHeardHub_ |= from == 0;
   switch (word.kind) {
     case Kind::kLeaving:
       peer.hasLeft = true;
@@ -219,27 +262,32 @@ void Control::obey(int from, const Word& word) {
       if (word.fault == Fault::kAborted) {
         throw Told(Error(Fault::kRemote, name(rank), "aborted: " + text), true);
       }
-      if (rank != 0 || word.fault != Fault::kTimeout) {
+      // A timeout's own text says who found it where that was not rank 0.
+      if (word.fault != Fault::kTimeout) {
         text += " (found by " + name(rank) + ")";
       }
       throw Told(Error(word.fault, getText(word.peer), text), true);
     }
     case Kind::kWaiting:
       peer.call = word.call;
-      peer.hasAnswered = true;
       if (isHub()) {
+        if (inquiry_.has_value()) {
+          inquiry_->answer(rank, word.call);
+        }
         compare(rank);
       }
       return;
-    case Kind::kTimeout:
+    case Kind::kDoubting:
       peer.call = word.call;
-      peer.hasAnswered = true;
-      if (isHub() && !inquiry_.has_value()) {
-        ask(word.call, Error(word.fault, getText(word.peer), getText(word.text)), rank);
+      if (isHub()) {
+        ask(word, rank);
       }
       return;
     case Kind::kAsking:
       say(0, make(Kind::kWaiting));
+      return;
+    case Kind::kFinding:
+      finding_ = Error(word.fault, getText(word.peer), getText(word.text));
       return;
   }
   throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
@@ -282,55 +330,55 @@ void Control::checkLost(int rank) {
   }
 }
 
-void Control::ask(const Call& call, const Error& error, int asker) {
-  for (Peer& peer : peers_) {
-    peer.hasAnswered = false;
+// Rank 0: `asker` has said the `doubt`.
+void Control::ask(const Word& doubt, int asker) {
+  if (inquiry_.has_value()) {
+    inquiry_->answer(asker, doubt.call);
+    // So that it knows that somebody is here.
+    say(asker, make(Kind::kAsking));
+    return;
   }
-  peers_[0].hasAnswered = true;
-  peers_[static_cast<size_t>(asker)].hasAnswered = true;
-  inquiry_ = {.end = Clock::now() + kAskingTime, .call = call, .error = error, .asker = asker};
-  sayAll(make(Kind::kAsking), asker);
+  const auto patience = std::min<Clock::duration>(std::chrono::milliseconds(doubt.patienceMs), kAskingTime);
+  inquiry_.emplace(size_, asker, doubt.call, Error(doubt.fault, getText(doubt.peer), getText(doubt.text)),
+                   Clock::now() + patience);
+  inquiry_->answer(0, call_);
+  sayAll(make(Kind::kAsking), rank_);
 }
 
-Error Control::conclude() const {
-  // Who is behind may wait for one that is silent.
-  std::vector<int> silent;
-  std::vector<int> behind;
-  for (int rank = 0; rank < size_; ++rank) {
-    const Peer& peer = peers_[static_cast<size_t>(rank)];
-    if (!peer.hasAnswered) {
-      silent.push_back(rank);
-    } else if (peer.call.sequence < inquiry_->call.sequence) {
-      behind.push_back(rank);
-    }
-  }
-  const std::vector<int>& late = silent.empty() ? behind : silent;
-  if (late.empty()) {
-    return Error(Fault::kTimeout, inquiry_->error.peer(),
-                 inquiry_->error.message() + " (found by " + name(inquiry_->asker) + ")");
-  }
-  std::string others;
-  for (size_t i = 1; i < late.size(); ++i) {
-    others += (i == 1 ? ", nor did " : ", ") + name(late[i]);
-  }
-  return Error(Fault::kTimeout, name(late[0]),
-               "did not take part in " + inquiry_->call.text() + " in time" + others);
+void Control::conclude() {
+  finding_ = inquiry_->conclude([this](int rank) { return name(rank); });
+  inquiry_.reset();
+  sayAll(withError(make(Kind::kFinding), *finding_), rank_);
 }
 
-Told Control::explainTimeout(const Error& error) {
-  if (isHub()) {
-    if (!inquiry_.has_value()) {
-      ask(call_, error, 0);
-    }
-  } else {
-    say(0, withError(make(Kind::kTimeout), error));
-  }
-  return listen(kVerdictTime)
-      .value_or(
-          Told(Error(Fault::kTimeout, name(0), "did not take part in " + call_.text() + " in time"), false));
+// What is wrong if `rank`, which this one waits for, goes on like this.
+Error Control::lateness(int rank) const {
+  return Error(Fault::kTimeout, name(rank), "did not deliver its part of " + call_.text() + " in time");
 }
 
-Told Control::explainBreak(const Error& error) { return listen(kReasonTime).value_or(Told(error, false)); }
+// The deadline has passed.
+Error Control::overdue(int rank) const {
+  if (finding_.has_value()) {
+    return *finding_;
+  }
+  if (isHubSilent()) {
+    return Error(Fault::kTimeout, name(0), "did not take part in " + call_.text() + " in time");
+  }
+  const Error late = lateness(rank);
+  return Error(late.fault(), late.peer(), late.message() + " (found by " + name(rank_) + ")");
+}
+
+Told Control::explainBreak(const Error& error, bool isInCall) {
+  Clock::duration patience = kReasonTime;
+  if (isInCall) {
+    patience = std::clamp<Clock::duration>(deadline_ - Clock::now(), kLeastReasonTime, kReasonTime);
+  }
+  if (const auto told = listen(patience)) {
+    return *told;
+  }
+  // Somebody whose deadline was earlier has closed its links, and rank 0 would have told of it.
+  return Told(isInCall && isHubSilent() ? overdue(0) : error, false);
+}
 
 // What the others say, if they do within `patience`. Only control links are looked at.
 std::optional<Told> Control::listen(Clock::duration patience) {
@@ -361,7 +409,7 @@ std::optional<Told> Control::listen(Clock::duration patience) {
 std::optional<Clock::time_point> Control::nextCall() const {
   std::optional<Clock::time_point> next;
   if (inquiry_.has_value()) {
-    next = inquiry_->end;
+    next = inquiry_->end();
   }
   for (const Peer& peer : peers_) {
     if (peer.lostAt.has_value() && !peer.hasLeft) {

@@ -1,8 +1,9 @@
 // What ranks on several hosts tell each other beside their work, over links from each to rank 0.
 //
 // Whoever breaks tells the others why; who leaves in order says so. Who waits long in a collective says in
-// which, and rank 0 compares: ranks that wait in different calls are told so. When somebody's deadline
-// passes, rank 0 asks around, and names those who did not come or do not answer.
+// which, and rank 0 compares: ranks that wait in different calls are told so. Some time before a deadline,
+// who waits tells rank 0, which asks around and lets all know who did not come or does not answer. When the
+// deadline passes, the error that names them is thus at hand; what comes in time still is no error.
 #pragma once
 
 #include <array>
@@ -14,6 +15,7 @@
 
 #include "net/call.h"
 #include "net/error.h"
+#include "net/inquiry.h"
 #include "net/mesh.h"
 #include "net/told.h"
 
@@ -29,15 +31,18 @@ class Control {
   // The first rank whose control link is not there, when it is waited for.
   int firstMissing() const;
 
-  // The call that this rank is in, or was in last.
-  void enter(const Call& call);
+  // The call that this rank is in, or was in last, which must have ended by `deadline`.
+  void enter(const Call& call, Clock::time_point deadline);
   // The one with that number, kNone where it is forgotten.
   Call ownCall(uint64_t sequence) const;
-  // It has been waiting in it for long.
-  void reportWaiting();
+  // It still waits in it, for `rank`: tells rank 0 of that when it is due. To be called again when it says.
+  // Throws Told when the deadline has passed: who is to blame.
+  void keepWaiting(int rank);
+  Clock::time_point nextWaiting() const;
+  // Who is to blame is being found out: answers should not have to wait.
+  bool isAsking() const noexcept { return hasAsked_ || inquiry_.has_value(); }
 
-  // Hears the others. False: they said nothing. Throws Told: what one of them broke with, or what rank 0
-  // found out.
+  // Hears the others. False: they said nothing. Throws Told: what one of them broke with.
   bool progress();
 
   // Tells the others what this rank broke with, or that it leaves; waits no longer than `patience` for the
@@ -48,23 +53,22 @@ class Control {
   // Has left in order.
   bool hasLeft(int rank) const { return peers_[static_cast<size_t>(rank)].hasLeft; }
 
-  // Who is to blame for `error`, a deadline that passed in the call entered last. Takes up to a second.
-  Told explainTimeout(const Error& error);
-  // Why a link broke, if somebody has a better reason than `error`.
-  Told explainBreak(const Error& error);
+  // Why a link broke, if somebody has a better reason than `error`. Takes up to 0.3 s, in a call (`isInCall`)
+  // not much longer than until its deadline.
+  Told explainBreak(const Error& error, bool isInCall);
 
   // When progress() must be called though nothing comes.
   std::optional<Clock::time_point> nextCall() const;
 
  private:
-  enum class Kind : uint32_t { kLeaving, kFailure, kWaiting, kTimeout, kAsking };
+  enum class Kind : uint32_t { kLeaving, kFailure, kWaiting, kDoubting, kAsking, kFinding };
 
   // Goes over the wire as it is.
   struct Word {
     Kind kind;
     Fault fault;
     int32_t rank;
-    uint32_t reserved;
+    uint32_t patienceMs;  // of kDoubting: for answers
     Call call;
     char peer[128];
     char text[600];
@@ -78,16 +82,8 @@ class Control {
     Request* incoming = nullptr;
     std::deque<Outgoing> outgoing;
     Call call;  // that it said it waits in
-    bool hasAnswered = false;
     bool hasLeft = false;
     std::optional<Clock::time_point> lostAt;  // its link ended without a word
-  };
-  // Of rank 0, about a deadline that passed.
-  struct Inquiry {
-    Clock::time_point end;
-    Call call;
-    Error error;
-    int asker;
   };
 
   bool isHub() const noexcept { return rank_ == 0; }
@@ -102,8 +98,13 @@ class Control {
   void obey(int from, const Word& word);
   void compare(int rank);
   const Call& callOf(int rank, uint64_t sequence) const;
-  void ask(const Call& call, const Error& error, int asker);
-  Error conclude() const;
+  void reportWaiting();
+  void doubt(int rank);
+  void ask(const Word& doubt, int asker);
+  void conclude();
+  bool isHubSilent() const noexcept { return !isHub() && hasAsked_ && !hasHeardHub_; }
+  Error lateness(int rank) const;
+  Error overdue(int rank) const;
   void checkLost(int rank);
   std::optional<Told> listen(Clock::duration patience);
   std::string name(int rank) const { return mesh_.name(rank); }
@@ -114,8 +115,19 @@ class Control {
   Call call_;
   // A rank may be ahead of others: roots need not wait for them.
   std::array<Call, 64> ownCalls_{};
+  // Of the call.
+  Clock::time_point reportAt_;
+  Clock::time_point askAt_;
+  Clock::time_point deadline_;
+  Clock::duration patience_{};
   bool hasReported_ = false;
+  bool hasAsked_ = false;
+  // Since it asked.
+  bool hasHeardHub_ = false;
+  std::optional<Error> finding_;
+
   std::vector<Peer> peers_;
+  // Of rank 0.
   std::optional<Inquiry> inquiry_;
 };
 

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <climits>
 #include <utility>
@@ -21,8 +22,14 @@ constexpr int kSpins = 500;
 // With more ranks than CPUs the one we wait for may want this one.
 constexpr int kYields = 5;
 // A sleeping rank looks for failures this often: within 100 ms of abort(), at little CPU.
-constexpr timespec kBusySlice{.tv_sec = 0, .tv_nsec = 1'000'000};
-constexpr timespec kSlice{.tv_sec = 0, .tv_nsec = 70'000'000};
+constexpr std::chrono::nanoseconds kBusySlice = std::chrono::milliseconds(1);
+constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(70);
+
+// How long to sleep at once.
+timespec sliceUntil(Clock::time_point deadline, bool isBusy) {
+  const auto left = std::max(deadline - Clock::now(), Clock::duration(0));
+  return {.tv_sec = 0, .tv_nsec = std::min<Clock::duration>(left, isBusy ? kBusySlice : kSlice).count()};
+}
 
 // The kernel compares 32 bits: the low half of the count.
 uint32_t* futexWord(std::atomic<uint64_t>& value) {
@@ -75,20 +82,19 @@ void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_
   }
   for (;;) {
     checkFailure();
-    const bool isBusy = hook_ && hook_();
+    const timespec slice = sliceUntil(deadline, hook_ && hook_(peer));
     flag.hasWaiters.store(1);
     const uint64_t seen = flag.value.load();
     if (seen >= value) {
       return;
     }
     // Woken, interrupted, overtaken or at the slice's end: the value alone decides.
-    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen),
-            isBusy ? &kBusySlice : &kSlice, nullptr, 0);
+    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen), &slice, nullptr, 0);
     if (flag.value.load() >= value) {
       return;
     }
     checkPeer(flag, value, peer);
-    if (Clock::now() > deadline) {
+    if (Clock::now() >= deadline) {
       fail(ShmFailure::kTimeout, peer);
     }
   }

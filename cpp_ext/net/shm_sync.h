@@ -32,8 +32,9 @@ struct alignas(128) ShmReason {
 
 enum class ShmFailure : uint8_t { kNone, kAborted, kDied, kLeft, kTimeout, kMismatch, kTold };
 
-// What a rank does beside waiting. True: it has something under way, call again soon. It may throw.
-using ShmHook = std::function<bool()>;
+// What a rank does beside waiting for `peer`. True: it has something under way, call again soon. It may
+// throw.
+using ShmHook = std::function<bool(int peer)>;
 
 // Waits on flags for one rank. A wait spins briefly where every rank can have a CPU of its own, yields a few
 // times and then sleeps in the kernel, in slices after which it looks for failures.

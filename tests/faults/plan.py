@@ -8,8 +8,8 @@ from enum import Enum
 
 OPERATION_TIMEOUT_S = 1.5
 """The groups' timeout once they are formed: how long who is frozen or cut off may go unnoticed."""
-VERDICT_S = 1.0
-"""Once a timeout has passed: until all have told each other who is to blame."""
+SLACK_S = 0.2
+"""Until a rank whose time is up gets a CPU of a loaded machine: who is to blame has been found out before."""
 KILL_BOUND_S = 1.0
 """How long who is killed may go unnoticed."""
 
@@ -22,9 +22,14 @@ class Fault(Enum):
     CUT = "cut"
 
     @property
+    def is_silent(self) -> bool:
+        """Only a timeout tells of it."""
+        return self is not Fault.KILL
+
+    @property
     def bound_s(self) -> float:
-        """How long after the fault every survivor has its error."""
-        return KILL_BOUND_S if self is Fault.KILL else OPERATION_TIMEOUT_S + VERDICT_S
+        """How long it takes until every survivor has its error."""
+        return OPERATION_TIMEOUT_S + SLACK_S if self.is_silent else KILL_BOUND_S
 
 
 @dataclass(frozen=True, kw_only=True)

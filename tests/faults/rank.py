@@ -63,8 +63,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """An error of the backend, at a reading of the machine's monotonic clock."""
+    """An error of the backend; both times are readings of the machine's monotonic clock."""
 
+    began_s: float
+    """When the call began that failed."""
     at_s: float
     text: str
 
@@ -100,10 +102,11 @@ def main(link: Connection, place: Place) -> None:
 
 def _obey(command: Command, place: Place, link: Connection) -> Answer:
     if isinstance(command, Join):
+        began_s = time.monotonic()
         try:
             _join(command.number, place)
         except dist.DistBackendError as error:
-            return Failed(time.monotonic(), str(error))
+            return Failed(began_s, time.monotonic(), str(error))
         return Done()
     if isinstance(command, Run):
         return _run(command.round, place, link)
@@ -127,13 +130,15 @@ def _join(number: int, place: Place) -> None:
 
 def _run(round_: Round, place: Place, link: Connection) -> Failed:
     again = _collective(round_, place)
+    began_s = time.monotonic()
     try:
         again()
         link.send(Done())
         while True:
+            began_s = time.monotonic()
             again()
     except dist.DistBackendError as error:
-        return Failed(time.monotonic(), str(error))
+        return Failed(began_s, time.monotonic(), str(error))
 
 
 def _collective(round_: Round, place: Place) -> Callable[[], None]:

@@ -45,7 +45,8 @@ class Played:
 
     round: Round
     detected_s: dict[int, float]
-    """From the fault to the survivor's error."""
+    """From the fault to the error. Where a timeout tells, from the start of the call that failed if that came
+    later: the root of a broadcast goes on as long as the network takes what it sends."""
     texts: dict[int, str]
 
 
@@ -107,7 +108,10 @@ class World:
         failures = self._failures(survivors)
         played = Played(
             round=round_,
-            detected_s={rank: failure.at_s - began_s for rank, failure in failures.items()},
+            detected_s={
+                rank: failure.at_s - max(began_s, failure.began_s if round_.fault.is_silent else 0.0)
+                for rank, failure in failures.items()
+            },
             texts={rank: failure.text for rank, failure in failures.items()},
         )
         self._undo(round_)
