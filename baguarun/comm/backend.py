@@ -6,6 +6,7 @@ Importing this module is enough for `dist.init_process_group("baguanet")`, also 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,19 @@ from baguarun.errors import UsageError
 NAME = "baguanet"
 
 
+@dataclass(frozen=True, kw_only=True)
+class BaguanetOptions:
+    """The `pg_options` of a group, the same on all its ranks."""
+
+    arena_bytes: int = 0
+    """Room for tensors of the backend's `allocate_tensor` on this rank, which ranks of one host reduce where
+    they lie. Costs memory when it is allocated and used."""
+
+    def __post_init__(self) -> None:
+        if self.arena_bytes < 0:
+            raise UsageError(f"arena_bytes={self.arena_bytes}: want zero or more")
+
+
 def register() -> None:
     """Let `torch.distributed` make groups with the backend baguanet; a second call does nothing."""
     if NAME.upper() not in dist.Backend._plugins:
@@ -24,12 +38,13 @@ def register() -> None:
 
 def _create(options: Any, backend_options: object) -> Any:
     """One rank's `baguarun._C.Backend`, joined with the group's others through the store in `options`."""
-    if backend_options is not None:
+    asked = BaguanetOptions() if backend_options is None else backend_options
+    if not isinstance(asked, BaguanetOptions):
         raise UsageError(
-            f"pg_options={backend_options!r}: baguanet has no options; its settings are the variables "
-            "BAGUA_NET_* and the group's timeout"
+            f"pg_options={backend_options!r}: want baguarun.comm.backend.BaguanetOptions; baguanet's other "
+            "settings are the variables BAGUA_NET_* and the group's timeout"
         )
-    return load_extension().Backend(options)
+    return load_extension().Backend(options, arena_bytes=asked.arena_bytes)
 
 
 register()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.backend import BaguanetOptions
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
@@ -87,11 +88,14 @@ def read_worker_env() -> WorkerEnv:
     return env
 
 
-def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def engine_group(parent: dist.ProcessGroup, device: torch.device, *, arena_bytes: int) -> dist.ProcessGroup:
     """The group that one engine uses alone, with the members and timeout of `parent`.
 
     Collective over `parent`. On CPU it is a new one, so that the user's messages and ours never meet; on an
-    accelerator it is `parent` itself, since communicators that run side by side may block each other.
+    accelerator it is `parent` itself, since communicators that run side by side may block each other. The
+    backend is `parent`'s, but an engine that can use `arena_bytes` of memory that ranks of one host share,
+    the same on all ranks, gets baguanet in place of Gloo where all of them are on one host. If that cannot be
+    had there it is Gloo, and a warning says why.
     """
     try:
         backend = _backend(parent, device)
@@ -106,20 +110,29 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device) -> dist.Proces
                 f"the model is on {device}; want the nccl backend, the process group has {backend.name()}"
             )
         return parent
+    timeout = backend.options._timeout
+    if backend.name() == "gloo" and arena_bytes > 0 and on_one_host(parent):
+        try:
+            return _new_engine_group(parent, BAGUANET, timeout, arena_bytes)
+        except dist.DistBackendError as error:
+            warnings.warn(
+                f"gradients go through Gloo although all ranks are on one host: {error}", stacklevel=2
+            )
+    return _new_engine_group(parent, backend.name(), timeout, arena_bytes)
+
+
+def _new_engine_group(
+    parent: dist.ProcessGroup, backend: str, timeout: timedelta, arena_bytes: int
+) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(
         ranks=dist.get_process_group_ranks(parent),
-        backend=backend.name(),
-        timeout=backend.options._timeout,
+        backend=backend,
+        timeout=timeout,
+        pg_options=BaguanetOptions(arena_bytes=arena_bytes) if backend == BAGUANET else None,
         use_local_synchronization=True,
         group_desc="baguarun engine",
     )
     return group
-
-
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the collectives of `group` on `device` may take."""
-    timeout: timedelta = _backend(group, device).options._timeout
-    return timeout
 
 
 def on_one_host(group: dist.ProcessGroup) -> bool:

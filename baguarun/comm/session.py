@@ -14,11 +14,15 @@ from torch import nn
 
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
+from baguarun.comm.algorithms.base import WIRE_OF_DTYPE, OperationKind
 from baguarun.comm.extension import load_extension
-from baguarun.comm.groups import engine_group, group_timeout, on_one_host, read_worker_env
+from baguarun.comm.groups import engine_group, read_worker_env
 from baguarun.errors import CommunicationError, UsageError
 
 KIB, MIB = 2**10, 2**20
+
+_BUCKET_ALIGN_BYTES = 64
+"""In shared memory; as kBucketAlignBytes in cpp_ext/engine/bucket.h."""
 
 _BROADCAST_BUFFER_BYTES = 32 * MIB
 
@@ -38,7 +42,7 @@ class SessionSettings:
     init_sync: bool = True
     """Overwrite parameters, buffers and optimizer state by rank 0's at the start."""
     share_memory: bool = True
-    """Let CPU ranks of one host reduce full-precision gradients in shared memory instead of sending them."""
+    """Keep full-precision gradients of CPU ranks of one host in memory that they share, reduced in place."""
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -93,12 +97,13 @@ class DataParallelSession:
         self._broadcast_coalesced = extension.broadcast_coalesced
         # Before the engine's group is made: ranks that differ would make different ones.
         require_same(self._declare(module), parent, self.device)
-        self._group = engine_group(parent, self.device)
+        arena_bytes = self._arena_bytes(parameters)
+        self._group = engine_group(parent, self.device, arena_bytes=arena_bytes)
         if settings.init_sync:
             self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
             self._broadcast([_real_view(buffer) for buffer in module.buffers()])
             _broadcast_optimizer_state(optimizers, self._group)
-        self._engine = self._make_engine(extension, parameters)
+        self._engine = self._make_engine(extension, parameters, arena_bytes)
 
     def before_forward(self) -> None:
         """Raise what the last step left to raise; overwrite buffers by rank 0's."""
@@ -143,7 +148,21 @@ class DataParallelSession:
             exposed_wait_s=found.exposed_wait_s,
         )
 
-    def _make_engine(self, extension: Any, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
+    def _arena_bytes(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
+        """Room for all gradients that ranks of one host can reduce where they lie, each in its own bucket."""
+        if self.device.type != "cpu" or not self.settings.share_memory:
+            return 0
+        total_bytes = 0
+        for _, parameter in parameters:
+            operation = self.algorithm.operation(parameter.dtype, self.device)
+            is_plain = operation.wire is WIRE_OF_DTYPE.get(parameter.dtype)
+            if operation.kind is OperationKind.SCATTER_REDUCE_GATHER and is_plain:
+                total_bytes += -(-parameter.nbytes // _BUCKET_ALIGN_BYTES) * _BUCKET_ALIGN_BYTES
+        return total_bytes
+
+    def _make_engine(
+        self, extension: Any, parameters: Sequence[tuple[str, nn.Parameter]], arena_bytes: int
+    ) -> Any:
         specs = {}
         for dtype in {parameter.dtype for _, parameter in parameters}:
             operation = self.algorithm.operation(dtype, self.device)
@@ -164,13 +183,9 @@ class DataParallelSession:
                 first_bucket_bytes=first_bytes,
                 find_unused=self.settings.find_unused_parameters,
                 static_graph=self.settings.static_graph,
-                share_memory=self._may_share_memory(),
-                timeout=group_timeout(self._group, self.device),
+                arena_bytes=arena_bytes,
             ),
         )
-
-    def _may_share_memory(self) -> bool:
-        return self.device.type == "cpu" and self.settings.share_memory and on_one_host(self._group)
 
     def _declare(self, module: nn.Module) -> Declaration:
         settings = [("algorithm", repr(self.algorithm))]

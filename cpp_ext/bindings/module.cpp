@@ -1,6 +1,5 @@
 // Python module baguarun._C: the engine, the c10d backend, and the codecs for tests. Nothing is decided here.
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -119,12 +118,11 @@ void bindEngine(py::module_& module) {
   const auto withoutGil = py::call_guard<py::gil_scoped_release>();
   py::class_<EngineSettings>(module, "EngineSettings")
       .def(py::init([](size_t bucketBytes, size_t firstBucketBytes, bool findUnused, bool staticGraph,
-                       bool shareMemory, std::chrono::milliseconds timeout) {
-             return EngineSettings{
-                 {bucketBytes, firstBucketBytes}, findUnused, staticGraph, shareMemory, timeout};
+                       size_t arenaBytes) {
+             return EngineSettings{{bucketBytes, firstBucketBytes}, findUnused, staticGraph, arenaBytes};
            }),
            py::kw_only(), py::arg("bucket_bytes"), py::arg("first_bucket_bytes"), py::arg("find_unused"),
-           py::arg("static_graph"), py::arg("share_memory"), py::arg("timeout"));
+           py::arg("static_graph"), py::arg("arena_bytes"));
   py::class_<EngineStats>(module, "EngineStats")
       .def_readonly("steps", &EngineStats::steps)
       .def_readonly("bytes_sent", &EngineStats::bytesSent)

@@ -1,5 +1,6 @@
 #include "c10d/backend.h"
 
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@ namespace {
 
 // A timeout that suits operations may be too short for ranks that come when they have got so far.
 constexpr milliseconds kShortestJoin{5'000};
+// Arenas are measured in these.
+constexpr size_t kPage = 4096;
 
 // The drivers of this process, for its end only.
 class Drivers {
@@ -47,8 +50,9 @@ void checkTag(int tag) { TORCH_CHECK_VALUE(tag >= 0, "baguanet: found tag ", tag
 
 }  // namespace
 
-BaguanetBackend::Options::Options(milliseconds timeout, std::string group, std::vector<uint64_t> globalRanks)
-    : ::c10d::Backend::Options(kName, timeout) {
+BaguanetBackend::Options::Options(milliseconds timeout, std::string group, std::vector<uint64_t> globalRanks,
+                                  size_t arenaBytes)
+    : ::c10d::Backend::Options(kName, timeout), arenaBytes((arenaBytes + kPage - 1) / kPage * kPage) {
   group_name = std::move(group);
   global_ranks_in_group = std::move(globalRanks);
 }
@@ -70,7 +74,8 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
                                        .size = size_,
                                        .nonce = exchange.agreeOnNonce(),
                                        .env = net::Env::read(),
-                                       .timeout = timeout};
+                                       .timeout = timeout,
+                                       .arenaBytes = options_->arenaBytes};
     auto communicator = std::make_unique<net::Communicator>(
         options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
     driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);
@@ -105,6 +110,30 @@ void BaguanetBackend::leaveAll() {
 void BaguanetBackend::setTimeout(milliseconds timeout) {
   timeout_ = timeout;
   options_->timeout = timeout;
+}
+
+bool BaguanetBackend::supportsTensorAlloc(c10::DeviceIndex /*device*/) { return driver_->roomLeft() > 0; }
+
+at::Tensor BaguanetBackend::allocateTensor(long size, at::TensorOptions options) {
+  TORCH_CHECK_VALUE(size >= 0 && options.device().is_cpu(), "baguanet: found a tensor of ", size,
+                    " elements on ", options.device(), "; want zero or more on the CPU");
+  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  std::shared_ptr<void> memory;
+  try {
+    memory = driver_->allocate(bytes);
+    if (memory == nullptr) {
+      throw net::Error(net::Fault::kSystem, "",
+                       std::to_string(bytes) + " bytes of shared memory wanted, " +
+                           std::to_string(driver_->roomLeft()) + " left of the group's arena of " +
+                           std::to_string(options_->arenaBytes));
+    }
+  } catch (const net::Error&) {
+    const Label label{.operation = "allocate_tensor"};
+    std::rethrow_exception(translate(std::current_exception(), label, options_->group_name));
+  }
+  void* const data = memory.get();
+  return at::from_blob(
+      data, {size}, [memory = std::move(memory)](void* /*data*/) {}, options);
 }
 
 void BaguanetBackend::abort() { driver_->abort("abort() was called on rank " + std::to_string(rank_)); }

@@ -33,7 +33,11 @@ class BaguanetBackend final : public ::c10d::Backend {
   using Result = c10::intrusive_ptr<::c10d::Work>;
 
   struct Options final : ::c10d::Backend::Options {
-    Options(std::chrono::milliseconds timeout, std::string group, std::vector<uint64_t> globalRanks);
+    Options(std::chrono::milliseconds timeout, std::string group, std::vector<uint64_t> globalRanks,
+            size_t arenaBytes);
+
+    // Room for allocateTensor(), the same on all ranks. Costs memory when it is allocated and used.
+    const size_t arenaBytes;
   };
 
   // Joins the others through `store`, whose prefix must be fresh. Takes up to the timeout of the options, but
@@ -81,6 +85,13 @@ class BaguanetBackend final : public ::c10d::Backend {
   // All ranks count their collectives from zero: there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
+
+  // Tensors that ranks of one host reduce where they lie, without a copy: if all ranks all-reduce a tensor
+  // that was made so. They may outlive the group. False where ranks are on several hosts or the arena is used
+  // up.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  // `size` elements, zeros. Throws c10::DistBackendError where there is no room.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   // Ends everything under way, and what is to come, on all ranks. From any thread.
   void abort() override;

@@ -181,6 +181,20 @@ void Driver::abort(const std::string& reason) noexcept {
   }
 }
 
+std::shared_ptr<void> Driver::allocate(size_t bytes) {
+  refuseFork();
+  const Lock lock(mutex_);
+  return communicator(lock)->allocate(bytes);
+}
+
+size_t Driver::roomLeft() {
+  if (isForked()) {
+    return 0;
+  }
+  const Lock lock(mutex_);
+  return closed_ ? 0 : communicator_->roomLeft();
+}
+
 // Runs one collective, or looks after the messages once. The mutex is held, and nobody drives, before and
 // after; sleeps up to `sleepUntil` where messages do not move.
 void Driver::step(Lock& lock, Clock::time_point sleepUntil) {

@@ -54,6 +54,10 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // messages under way end with an error. Later calls do nothing.
   void shutdown(bool drain);
 
+  // Memory that outlives the group; see net::Communicator::allocate().
+  std::shared_ptr<void> allocate(size_t bytes);
+  size_t roomLeft();
+
   // This process is a child of the one that made the group, which has no progress thread and no peers.
   bool isForked() const noexcept;
 

@@ -28,6 +28,9 @@ struct OperationSpec {
   bool average = true;
 };
 
+// Buckets in shared memory begin at multiples of this.
+inline constexpr size_t kBucketAlignBytes = 64;
+
 struct Bucket {
   size_t index = 0;
   // Names of the first and last parameter and the size, for messages.
@@ -35,7 +38,7 @@ struct Bucket {
   size_t bytes = 0;
   // One-dimensional; every gradient is a view of it. Parameters are packed without gaps.
   at::Tensor flat;
-  // `flat` lies in memory that the ranks share.
+  // `flat` lies in memory that the ranks share, on every rank.
   bool shared = false;
   OperationSpec operation;
   std::vector<size_t> parameters;

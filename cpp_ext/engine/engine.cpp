@@ -83,6 +83,7 @@ Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettin
   usedHere_ = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
   usedAnywhere_ = at::zeros_like(usedHere_, usedHere_.options().device(device_));
   hookCounts_.resize(parameters_.size());
+  joinArena();
   // Gradients usually come in the reverse of the order in which layers were registered.
   std::vector<size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});

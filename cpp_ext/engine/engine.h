@@ -13,7 +13,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -35,10 +34,9 @@ struct EngineSettings {
   // The graph is the same in every step: learn from the first round which parameters get gradients, and how
   // often.
   bool staticGraph = false;
-  // All ranks are processes of one host: let them reach each other's buckets.
-  bool shareMemory = false;
-  // Bound of a wait in shared memory.
-  std::chrono::milliseconds timeout{0};
+  // Memory to ask the group for, in which ranks of one host reduce buckets where they lie; 0: none. Must hold
+  // all gradients of 16 and 32 bits that are sent as they are, each rounded up to kBucketAlignBytes.
+  size_t arenaBytes = 0;
 };
 
 struct NamedParameter {
@@ -103,7 +101,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
   void installHooks();
   void buildBuckets(const std::vector<size_t>& order);
+  void joinArena();
   void placeBuckets();
+  void moveGradientsOut();
   void adoptObservedOrder();
   void throwIfMissing();
   void throwIfReplaced() const;
@@ -133,8 +133,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Guards what follows.
   std::mutex mutex_;
   std::vector<Bucket> buckets_;
-  // Where buckets lie that ranks of one host share; null if none does.
-  std::shared_ptr<SharedArea> area_;
+  // Bytes that the ranks of one host share, on all of them or undefined on all. Every plan uses it anew.
+  at::Tensor arena_;
   std::unique_ptr<Schedule> schedule_;
   // Forwards whose backward is still to be a round.
   uint32_t armed_ = 0;

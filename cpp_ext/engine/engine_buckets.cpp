@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <cstdio>
 
 #include "engine/engine.h"
@@ -36,8 +35,8 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
     bucket.index = buckets_.size() - 1;
     bucket.parameters = members;
     bucket.operation = first.operation;
-    bucket.shared =
-        settings_.shareMemory && device_.is_cpu() && canShare(bucket.operation, first.tensor.scalar_type());
+    bucket.shared = arena_.defined() && bucket.operation.kind == OperationKind::kScatterReduceGather &&
+                    isPlain(bucket.operation.wire, first.tensor.scalar_type());
     size_t bytes = 0;
     for (const size_t index : members) {
       bytes += parameters_[index].tensor.nbytes();
@@ -47,31 +46,53 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
                    " to " + parameters_[members.back()].name + ", " + sizeText(bytes) + ")";
   }
   placeBuckets();
-  schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_, area_, settings_.timeout)
-                               : makeStreamSchedule(group_, buckets_);
+  schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_) : makeStreamSchedule(group_, buckets_);
   stats_.buckets = buckets_.size();
+}
+
+// Asks the group for memory that the ranks share. If some rank cannot have it, none uses it.
+void Engine::joinArena() {
+  if (settings_.arenaBytes == 0) {
+    return;
+  }
+  const auto backend = group_->getBackend(device_.type());
+  if (backend->supportsTensorAlloc(device_.index())) {
+    try {
+      arena_ = backend->allocateTensor(static_cast<long>(settings_.arenaBytes), at::kByte);
+    } catch (const c10::Error& error) {
+      TORCH_WARN("gradients are copied in and out of shared memory in every step, for this rank has no room ",
+                 "for them there: ", textOf(error));
+    }
+  }
+  std::vector<at::Tensor> everybody{at::full({1}, arena_.defined() ? 1 : 0, at::kInt)};
+  c10d::AllreduceOptions least;
+  least.reduceOp = c10d::ReduceOp::MIN;
+  try {
+    group_->allreduce(everybody, least)->wait();
+  } catch (const std::exception& error) {
+    throw CommunicationFailure(std::string("agreeing on shared memory for gradients: ") + textOf(error));
+  }
+  if (everybody[0].item<int32_t>() == 0) {
+    arena_.reset();
+  }
 }
 
 // Gives each bucket its memory and each parameter its place in it.
 void Engine::placeBuckets() {
   const at::NoGradGuard noGrad;
-  std::vector<size_t> sharedBytes;
-  for (const Bucket& bucket : buckets_) {
-    sharedBytes.push_back(bucket.shared ? bucket.bytes : 0);
-  }
-  const bool anyShared =
-      std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.shared; });
-  area_ = anyShared ? joinSharedArea(group_, sharedBytes) : nullptr;
+  size_t arenaUsed = 0;
   for (Bucket& bucket : buckets_) {
-    bucket.shared = bucket.shared && area_ != nullptr;
     const at::Tensor& first = parameters_[bucket.parameters.front()].tensor;
     const auto options = first.options().requires_grad(false);
     const auto numElements = static_cast<int64_t>(bucket.bytes / first.element_size());
     if (bucket.shared) {
+      TORCH_CHECK(arenaUsed + bucket.bytes <= arena_.nbytes(), "an arena of ", arena_.nbytes(),
+                  " bytes does not hold bucket ", bucket.label);
       // Gradients that the user keeps keep the memory.
       bucket.flat = at::from_blob(
-          area_->bucket(static_cast<size_t>(group_->getRank()), bucket.index), {numElements},
-          [segment = area_->ownSegment()](void* /*data*/) {}, options);
+          arena_.mutable_data_ptr<uint8_t>() + arenaUsed, {numElements}, [arena = arena_](void* /*data*/) {},
+          options);
+      arenaUsed += (bucket.bytes + kBucketAlignBytes - 1) / kBucketAlignBytes * kBucketAlignBytes;
     } else {
       bucket.flat = at::zeros({numElements}, options);
     }
@@ -81,6 +102,23 @@ void Engine::placeBuckets() {
       parameter.bucket = bucket.index;
       parameter.view = gradientView(bucket.flat, parameter.tensor, offset);
       offset += static_cast<size_t>(parameter.tensor.numel());
+    }
+  }
+}
+
+// Before the arena is dealt out anew: gradients that lie in it would be overwritten by others.
+void Engine::moveGradientsOut() {
+  if (!arena_.defined()) {
+    return;
+  }
+  const auto* begin = arena_.const_data_ptr<uint8_t>();
+  for (Parameter& parameter : parameters_) {
+    at::Tensor& gradient = parameter.tensor.mutable_grad();
+    if (gradient.defined() && gradient.layout() == at::kStrided) {
+      const auto* data = static_cast<const uint8_t*>(gradient.const_data_ptr());
+      if (data >= begin && data < begin + arena_.nbytes()) {
+        gradient = gradient.clone();
+      }
     }
   }
 }
@@ -95,10 +133,11 @@ void Engine::adoptObservedOrder() {
   try {
     group_->broadcast(order, fromRankZero)->wait();
   } catch (const std::exception& error) {
-    throw CommunicationFailure(std::string("agreeing on the order of buckets with rank 0: ") + error.what());
+    throw CommunicationFailure(std::string("agreeing on the order of buckets with rank 0: ") + textOf(error));
   }
   const at::Tensor agreed = order[0].cpu();
   const int64_t* values = agreed.const_data_ptr<int64_t>();
+  moveGradientsOut();
   buildBuckets(std::vector<size_t>(values, values + agreed.numel()));
 }
 

@@ -1,8 +1,10 @@
 // The two errors that the engine raises on purpose. Both keep their Python class on the way through autograd.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <exception>
 #include <string>
 
 namespace baguarun::engine {
@@ -28,5 +30,11 @@ struct CommunicationFailure final : torch::PyTorchError {
     return type;
   }
 };
+
+// What went wrong, without the backtrace that torch's own errors carry.
+inline std::string textOf(const std::exception& error) {
+  const auto* fromTorch = dynamic_cast<const c10::Error*>(&error);
+  return fromTorch != nullptr ? fromTorch->what_without_backtrace() : error.what();
+}
 
 }  // namespace baguarun::engine

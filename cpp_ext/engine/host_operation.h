@@ -1,14 +1,12 @@
 // What happens to one CPU bucket, cut into three stages so that stages of different buckets overlap.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 
 #include "engine/bucket.h"
 #include "engine/schedule.h"
-#include "engine/shared_area.h"
 
 namespace baguarun::engine {
 
@@ -33,18 +31,6 @@ class HostOperation {
 };
 
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket);
-
-// True if ranks that share memory can reduce such a bucket where it lies.
-bool canShare(const OperationSpec& operation, at::ScalarType dtype);
-
-// Memory for buckets of `sizes` bytes that all ranks of `group` can reach, or null, on all ranks, if some
-// rank cannot have it. Collective.
-std::shared_ptr<SharedArea> joinSharedArea(const Group& group, const std::vector<size_t>& sizes);
-
-// For a bucket that lies in `area`.
-std::unique_ptr<HostOperation> makeSharedOperation(const Group& group, const Bucket& bucket,
-                                                   std::shared_ptr<SharedArea> area,
-                                                   std::chrono::milliseconds timeout);
 
 // MAX all-reduce of `flags` in place.
 std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags);

@@ -1,5 +1,6 @@
 #include <pthread.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -73,18 +74,17 @@ class StageThread {
 // decoded.
 class HostSchedule final : public Schedule {
  public:
-  HostSchedule(const Group& group, const std::vector<Bucket>& buckets,
-               const std::shared_ptr<SharedArea>& area, std::chrono::milliseconds timeout)
+  HostSchedule(const Group& group, const std::vector<Bucket>& buckets)
       : group_(group),
         round_(0),
         complete_("bagua-complete", [this](size_t task) { runComplete(task); }),
         reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
         begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
     for (const Bucket& bucket : buckets) {
-      operations_.push_back(bucket.shared ? makeSharedOperation(group, bucket, area, timeout)
-                                          : makeHostOperation(group, bucket));
+      operations_.push_back(makeHostOperation(group, bucket));
       labels_.push_back("bucket " + bucket.label);
     }
+    beginsAtOnce_ = std::ranges::all_of(operations_, &HostOperation::beginsAtOnce);
     // The last place belongs to the flags.
     operations_.emplace_back();
     labels_.emplace_back("agreement on used parameters");
@@ -100,7 +100,7 @@ class HostSchedule final : public Schedule {
       round_ = round;
       ++launched_;
     }
-    if (operations_[index]->beginsAtOnce()) {
+    if (beginsAtOnce_) {
       runBegin(index);
     } else {
       begin_.push(index);
@@ -166,7 +166,7 @@ class HostSchedule final : public Schedule {
     try {
       run();
     } catch (const std::exception& error) {
-      fail(labels_[task] + ": " + error.what());
+      fail(labels_[task] + ": " + textOf(error));
     }
   }
 
@@ -194,6 +194,8 @@ class HostSchedule final : public Schedule {
   size_t launched_ = 0;
   size_t completed_ = 0;
   std::string failure_;
+  // No bucket needs the thread that begins them. All or none, so that they stay in order.
+  bool beginsAtOnce_ = false;
   // Destroyed first, the giver before the taker.
   StageThread complete_;
   StageThread reduce_;
@@ -202,10 +204,8 @@ class HostSchedule final : public Schedule {
 
 }  // namespace
 
-std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets,
-                                           const std::shared_ptr<SharedArea>& area,
-                                           std::chrono::milliseconds timeout) {
-  return std::make_unique<HostSchedule>(group, buckets, area, timeout);
+std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets) {
+  return std::make_unique<HostSchedule>(group, buckets);
 }
 
 }  // namespace baguarun::engine

@@ -1,14 +1,12 @@
 // When and where the operations of one plan run.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "engine/bucket.h"
-#include "engine/shared_area.h"
 
 namespace baguarun::engine {
 
@@ -39,11 +37,8 @@ class Schedule {
   virtual uint64_t bytesPerRound() const = 0;
 };
 
-// For CPU buckets: stages on communication threads. Buckets marked as shared lie in `area`, in which waits
-// end after `timeout`; elsewhere the group's own timeout counts.
-std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets,
-                                           const std::shared_ptr<SharedArea>& area,
-                                           std::chrono::milliseconds timeout);
+// For CPU buckets: stages on communication threads.
+std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets);
 
 // For buckets of an accelerator: one communication stream, events, no host wait.
 std::unique_ptr<Schedule> makeStreamSchedule(const Group& group, const std::vector<Bucket>& buckets);

@@ -53,7 +53,7 @@ class Transfers {
       completed = entry.work->wait();
     } catch (const std::exception& error) {
       throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": " +
-                                 error.what());
+                                 textOf(error));
     }
     if (!completed) {
       throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": aborted");

@@ -129,7 +129,8 @@ void Communicator::sleep(Clock::time_point until) { implementation_->sleep(until
 void Communicator::wake() noexcept { implementation_->wake(); }
 void Communicator::abort(const std::string& reason) noexcept { implementation_->abort(reason); }
 std::optional<Error> Communicator::failure() const { return implementation_->verdict().get(); }
-void* Communicator::allocate(size_t bytes) { return implementation_->allocate(bytes); }
+std::shared_ptr<void> Communicator::allocate(size_t bytes) { return implementation_->allocate(bytes); }
+size_t Communicator::roomLeft() const noexcept { return implementation_->roomLeft(); }
 int Communicator::rank() const noexcept { return implementation_->rank(); }
 int Communicator::size() const noexcept { return implementation_->size(); }
 uint64_t Communicator::bytesSent() const noexcept { return implementation_->bytesSent(); }

@@ -107,9 +107,13 @@ class Communicator {
   // The error it broke with, if it did.
   std::optional<Error> failure() const;
 
-  // Memory in which allReduce() among the ranks of one host needs no copy; nullptr where there is none (not
-  // all ranks on one host, arena used up).
-  void* allocate(size_t bytes);
+  // Memory of zeros in which allReduce() among the ranks of one host needs no copy, if all ranks call it with
+  // such memory; nullptr where there is none (not all ranks on one host, arena used up). It may outlive the
+  // communicator, and goes back to the system, but not to the arena, with its last owner. Throws
+  // Error(kSystem) where the machine has too little. Threads: one at a time, beside whoever drives.
+  std::shared_ptr<void> allocate(size_t bytes);
+  // Bytes that allocate() can still give.
+  size_t roomLeft() const noexcept;
 
   int rank() const noexcept;
   int size() const noexcept;

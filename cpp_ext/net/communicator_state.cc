@@ -357,9 +357,22 @@ void Communicator::Implementation::abort(const std::string& reason) noexcept {
   wake();
 }
 
-void* Communicator::Implementation::allocate(size_t bytes) {
+std::shared_ptr<void> Communicator::Implementation::allocate(size_t bytes) {
+  if (bytes == 0 || bytes > roomLeft()) {
+    return nullptr;
+  }
+  const auto giveBack = [segment = met_.shm->sharedSegment(), bytes, owner = ownerPid_](std::byte* data) {
+    // A forked child sees the same memory, which is still in use.
+    if (getpid() == owner) {
+      segment->giveBack(data, bytes);
+    }
+  };
+  return {static_cast<std::byte*>(met_.shm->allocate(bytes)), giveBack};
+}
+
+size_t Communicator::Implementation::roomLeft() const noexcept {
   const bool isInside = met_.shm != nullptr && met_.mesh == nullptr;
-  return isInside && bytes <= met_.shm->roomLeft() ? met_.shm->allocate(bytes) : nullptr;
+  return isInside ? met_.shm->roomLeft() : 0;
 }
 
 void Communicator::Implementation::checkRoot(int root) const {

@@ -46,7 +46,8 @@ class Communicator::Implementation : private WireContext {
   void sleep(Clock::time_point until);
   void wake() noexcept;
   void abort(const std::string& reason) noexcept;
-  void* allocate(size_t bytes);
+  std::shared_ptr<void> allocate(size_t bytes);
+  size_t roomLeft() const noexcept;
   void checkRoot(int root) const;
 
   int rank() const noexcept { return options_.rank; }

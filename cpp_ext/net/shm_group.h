@@ -26,8 +26,9 @@
 namespace baguarun::net {
 
 // One rank's membership. A failure (an Error from any operation but those for arguments) is final for the
-// group on every rank: destroy it and make another. Threads: collectives, packets and allocate() from one
-// thread at a time, packets also from the hook; abort(), fail() and ring() from any.
+// group on every rank: destroy it and make another. Threads: collectives and packets from one thread at a
+// time, packets also from the hook; allocate() and roomLeft() from one, which may be another; abort(), fail()
+// and ring() from any.
 class ShmGroup {
  public:
   static constexpr int kMaxRanks = 64;
@@ -119,6 +120,8 @@ class ShmGroup {
   void fail(const Error& error) noexcept;
 
   const ShmSegment& segment() const noexcept { return *segment_; }
+  // For what outlives the group: the memory stays mapped as long as somebody holds this.
+  const std::shared_ptr<ShmSegment>& sharedSegment() const noexcept { return segment_; }
 
   // Memory in the segment, 64-byte aligned, zeroed, owned by the group. Throws Error(kSystem) when the arena
   // or the machine's memory is used up.

@@ -296,6 +296,17 @@ std::string ShmSegment::peerName(int rank) const {
   return "rank " + std::to_string(label(rank)) + " (pid " + std::to_string(peer(rank).pid) + ")";
 }
 
+void ShmSegment::giveBack(std::byte* data, size_t bytes) const noexcept {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto offset = static_cast<size_t>(data - data_);
+  const size_t begin = (offset + page - 1) / page * page;
+  const size_t end = (offset + bytes) / page * page;
+  if (begin < end) {
+    // Where the system cannot, the memory stays until the segment goes.
+    madvise(data_ + begin, end - begin, MADV_REMOVE);
+  }
+}
+
 void ShmSegment::map(const Fd& fd, size_t bytes) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (address == MAP_FAILED) {

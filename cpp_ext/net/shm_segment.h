@@ -66,6 +66,9 @@ class ShmSegment {
   int size() const noexcept { return static_cast<int>(peers_.size()); }
   const ShmPeer& peer(int rank) const { return peers_[static_cast<size_t>(rank)]; }
 
+  // Gives the memory of the whole pages in a part of the segment back to the system; they hold zeros then.
+  void giveBack(std::byte* data, size_t bytes) const noexcept;
+
   // How many CPUs the ranks may use, taken together.
   int usableCpus() const noexcept { return usableCpus_; }
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from baguarun.comm.backend import BaguanetOptions
 from baguarun.comm.groups import usable_backends
+from baguarun.errors import UsageError
 from tests.comm.ranks import run_ranks
 from tests.support.etcd_servers import free_port
 
@@ -52,9 +54,12 @@ def fifty_groups(folder: str) -> None:
     before: tuple[list[str], list[str], int] | None = None
     for number in range(50):
         new_group(folder, number)
-        subgroup = dist.new_group([0, 1])
+        subgroup = dist.new_group([0, 1], pg_options=BaguanetOptions(arena_bytes=2**20))
+        backend = subgroup._get_backend(torch.device("cpu"))
+        shared = backend.allocate_tensor(2**18, dtype=torch.float32, device=torch.device("cpu"))
         works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
         dist.all_reduce(torch.ones(3), group=subgroup)
+        dist.all_reduce(shared.fill_(1), group=subgroup)
         peer = 1 - dist.get_rank()
         receive = dist.irecv(torch.zeros(10), peer)
         dist.send(torch.ones(10), peer)
@@ -284,8 +289,10 @@ def test_groups_of_some_ranks_and_of_other_backends_live_beside_it() -> None:
 
 
 def options_are_refused() -> None:
-    with pytest.raises(Exception, match="baguanet has no options"):
+    with pytest.raises(UsageError, match=r"want baguarun\.comm\.backend\.BaguanetOptions"):
         dist.new_group(pg_options=object())
+    with pytest.raises(UsageError, match="arena_bytes=-1: want zero or more"):
+        BaguanetOptions(arena_bytes=-1)
 
 
 def test_options_that_it_does_not_have_are_refused() -> None:

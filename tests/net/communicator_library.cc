@@ -154,10 +154,5 @@ int baguaFailure(void* it) {
   lastError = failure.has_value() ? failure->what() : "";
   return failure.has_value();
 }
-void* baguaAllocate(void* it, size_t bytes) {
-  void* data = nullptr;
-  guarded([&] { data = of(it).allocate(bytes); });
-  return data;
-}
 uint64_t baguaBytesSent(void* it) { return of(it).bytesSent(); }
 }

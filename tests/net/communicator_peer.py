@@ -63,7 +63,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "Wake": (None, [_P]),
     "Abort": (None, [_P, _S]),
     "Failure": (_I, [_P]),
-    "Allocate": (_P, [_P, _Z]),
     "BytesSent": (ctypes.c_uint64, [_P]),
 }
 
