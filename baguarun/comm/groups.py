@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.backend import BaguanetOptions
@@ -110,6 +111,7 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device, *, arena_bytes
                 f"the model is on {device}; want the nccl backend, the process group has {backend.name()}"
             )
         return parent
+    same_number_of_groups(parent)
     timeout = backend.options._timeout
     if backend.name() == "gloo" and arena_bytes > 0 and on_one_host(parent):
         try:
@@ -133,6 +135,19 @@ def _new_engine_group(
         group_desc="baguarun engine",
     )
     return group
+
+
+def same_number_of_groups(parent: dist.ProcessGroup) -> None:
+    """Let the members of `parent` make groups among themselves, whatever other groups each is in. Collective.
+
+    With `use_local_synchronization` torch names a group by its ranks and by how many groups the process is
+    in, and ranks that differ in that wait for each other in vain. Who is in fewer makes groups of its own,
+    which stay: a group that is destroyed would give its name to the next one.
+    """
+    everyone = [0] * dist.get_world_size(parent)
+    dist.all_gather_object(everyone, len(c10d._world.pg_names), group=parent)
+    while len(c10d._world.pg_names) < max(everyone):
+        dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
 
 
 def on_one_host(group: dist.ProcessGroup) -> bool:

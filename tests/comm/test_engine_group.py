@@ -1,0 +1,29 @@
+"""The engine's own group is made by the ranks that share a model, whatever other groups they are in."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from baguarun.comm.ddp import DistributedDataParallel
+from tests.comm.models import assert_averaged, batch, gathered_gradients, loss, mlp
+from tests.comm.ranks import run_ranks
+
+
+def pairs_train_apart() -> None:
+    rank = dist.get_rank()
+    # Rank 0 is in three groups by now, rank 1 in one.
+    dist.new_group([0, 2])
+    dist.new_group([0, 3])
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    plain, model = mlp(), DistributedDataParallel(mlp(), process_group=pairs[rank // 2])
+    data = batch(plain)
+    reference = gathered_gradients(plain, lambda local: loss(local(data)).backward())
+    loss(model(data)).backward()
+    first = rank // 2 * 2
+    assert_averaged(model.module, {name: found[first : first + 2] for name, found in reference.items()})
+
+
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_ranks_in_unequal_numbers_of_groups_train_together(backend: str) -> None:
+    run_ranks(pairs_train_apart, 4, backend=backend)
