@@ -21,14 +21,17 @@ from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
 
-def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+def init_process_group(
+    backend: str | None = None, *, timeout: timedelta | None = None, store: c10d.Store | None = None
+) -> None:
     """Join the job's default process group; a script started by plain `python` becomes a World of one.
 
     `backend` is nccl where CUDA is there, else baguanet; any other that torch knows may be named, also in
     torch's form "cpu:baguanet,cuda:nccl", whose part for CUDA is left out with a warning where there is no
-    CUDA device. `timeout` bounds each collective (None: torch's own). On CUDA the device of LOCAL_RANK
-    becomes the current one. A second call does nothing if it asks for the same. Raises `UsageError` for a
-    broken environment or a second call that asks for another backend.
+    CUDA device. `timeout` bounds each collective (None: torch's own). Ranks meet in `store`, which all share
+    (None: rank 0's, at MASTER_ADDR and MASTER_PORT). On CUDA the device of LOCAL_RANK becomes the current
+    one. A second call does nothing if it asks for the same. Raises `UsageError` for a broken environment or
+    a second call that asks for another backend.
     """
     env = read_worker_env()
     has_cuda = torch.cuda.is_available()
@@ -45,9 +48,11 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         return
     if has_cuda:
         _choose_device(env.local_rank)
-    if env.world_size == 1 and not env.master_port:
+    if store is None and env.world_size == 1 and not env.master_port:
+        store = torch._C._distributed_c10d.HashStore()
+    if store is not None:
         dist.init_process_group(
-            chosen, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+            chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
         return
     if not env.master_port:

@@ -1,46 +1,85 @@
 """Bagua's own names: a Bagua script runs when its import line becomes `import baguarun.torch_api as bagua`.
 
-Importing this package adds `with_bagua` to `torch.nn.Module`; nothing else in baguarun patches torch.
+docs/bagua.md lists them, and what differs. Importing this package adds `with_bagua` to `torch.nn.Module`;
+nothing else in baguarun patches torch.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.groups import init_process_group, read_worker_env
-from baguarun.torch_api import algorithms
+from baguarun.torch_api import algorithms, communication, data_parallel, env, utils
+from baguarun.torch_api.communication import (
+    BaguaProcessGroup,
+    ReduceOp,
+    allgather,
+    allgather_inplace,
+    allreduce,
+    allreduce_inplace,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
+    barrier,
+    broadcast,
+    broadcast_object,
+    from_torch_group,
+    gather,
+    gather_inplace,
+    init_process_group,
+    is_initialized,
+    new_group,
+    recv,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+    scatter,
+    scatter_inplace,
+    send,
+)
 from baguarun.torch_api.distributed import with_bagua
+from baguarun.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
 
 __all__ = [
+    "BaguaProcessGroup",
+    "ReduceOp",
     "algorithms",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "communication",
+    "data_parallel",
+    "env",
+    "from_torch_group",
+    "gather",
+    "gather_inplace",
     "get_local_rank",
     "get_local_size",
+    "get_node_rank",
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "scatter",
+    "scatter_inplace",
+    "send",
+    "utils",
     "with_bagua",
 ]
-
-
-def get_rank() -> int:
-    """Rank of this worker; from its environment before `init_process_group`."""
-    return dist.get_rank() if dist.is_initialized() else read_worker_env().rank
-
-
-def get_world_size() -> int:
-    """Workers in all; from the environment before `init_process_group`."""
-    return dist.get_world_size() if dist.is_initialized() else read_worker_env().world_size
-
-
-def get_local_rank() -> int:
-    """Rank of this worker on its node: the number of its device."""
-    return read_worker_env().local_rank
-
-
-def get_local_size() -> int:
-    """Workers on this node."""
-    return read_worker_env().local_world_size
-
 
 nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch import nn
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.session import DataParallelSession, SessionSettings
 from baguarun.errors import UsageError
+from baguarun.torch_api.groups import BaguaProcessGroup, group_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -20,13 +21,13 @@ def with_bagua(
     self: Module,
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
     do_flatten: bool = True,
 ) -> Module:
     """Make this module data-parallel and return it: hooks around forward, the engine on the parameters.
 
-    Adds `no_sync()` and `stats()` to the module; names in its state_dict stay as they are. Raises
-    `UsageError` for what cannot be served. Collective over the process group.
+    Adds `no_sync()`, `stats()`, `bagua_algorithm` and `bagua_optimizers` to the module; names in its
+    state_dict stay as they are. Raises `UsageError` for what cannot be served. Collective over the group.
     """
     if not do_flatten:
         raise UsageError(
@@ -34,11 +35,12 @@ def with_bagua(
         )
     if "_baguarun_session" in self.__dict__:
         raise UsageError("with_bagua: this module is data-parallel already")
+    refuse_local_parameters(self)
     session = DataParallelSession(
         self,
         algorithm=resolve(algorithm),
         optimizers=optimizers,
-        process_group=process_group,
+        process_group=torch_group_of(process_group),
         settings=SessionSettings(),
     )
 
@@ -50,5 +52,39 @@ def with_bagua(
 
     self.register_forward_pre_hook(before)
     self.register_forward_hook(after)
-    self.__dict__.update(_baguarun_session=session, no_sync=session.no_sync, stats=session.stats)
+    self.__dict__.update(
+        _baguarun_session=session,
+        no_sync=session.no_sync,
+        stats=session.stats,
+        bagua_algorithm=session.algorithm,
+        bagua_optimizers=list(optimizers),
+    )
     return self
+
+
+def torch_group_of(process_group: BaguaProcessGroup | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """What the session takes for a group; `UsageError` on a rank that is not a member."""
+    if process_group is None:
+        return None
+    group = group_of(process_group)
+    if group is None:
+        raise UsageError("this rank is not a member of process_group")
+    return group
+
+
+def refuse_local_parameters(module: nn.Module) -> None:
+    """Refuse what Bagua leaves to each rank: to communicate it would be another training.
+
+    Raises `UsageError` that names them.
+    """
+    for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
+        names = getattr(module, attribute, None)
+        if names:
+            raise UsageError(
+                f"{attribute} is {list(names)}; parameters that stay local are not there yet, want none"
+            )
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "expert", False):
+            raise UsageError(
+                f"parameter '{name}' is marked as an expert's; parameters that stay local are not there yet"
+            )
