@@ -3,5 +3,11 @@
 from __future__ import annotations
 
 from baguarun.torch_api.algorithms import bytegrad, gradient_allreduce
+from baguarun.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
-__all__ = ["bytegrad", "gradient_allreduce"]
+__all__ = ["Algorithm", "GlobalAlgorithmRegistry", "bytegrad", "gradient_allreduce"]
+
+GlobalAlgorithmRegistry.register(
+    "gradient_allreduce", gradient_allreduce.GradientAllReduceAlgorithm, "gradients averaged in full"
+)
+GlobalAlgorithmRegistry.register("bytegrad", bytegrad.ByteGradAlgorithm, "gradients averaged with 8 bits")
