@@ -155,6 +155,12 @@ def same_number_of_groups(parent: dist.ProcessGroup) -> None:
         dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
 
 
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the collectives of `group` on `device` may take."""
+    timeout: timedelta = _backend(group, device).options._timeout
+    return timeout
+
+
 def on_one_host(group: dist.ProcessGroup) -> bool:
     """Whether all ranks are processes of one machine that see each other and one network. Collective.
 
