@@ -47,34 +47,68 @@ codec::Exec execOf(const at::Tensor& tensor) {
   return {codec::Device::cuda, device.getStream(tensor.device()).native_handle()};
 }
 
-at::Tensor encode(const at::Tensor& values, codec::Wire wire) {
+at::Tensor emptyChunk(const at::Tensor& values, codec::Format format) {
+  const auto bytes = static_cast<int64_t>(codec::encodedBytes(format, static_cast<size_t>(values.numel())));
+  return at::zeros({bytes}, values.options().dtype(at::kByte));
+}
+
+at::Tensor encode(const at::Tensor& values, codec::Wire wire, uint32_t keep, uint64_t seed) {
+  const codec::Format format{wire, keep, seed};
   const at::Tensor plain = values.contiguous();
-  const auto numElements = static_cast<size_t>(plain.numel());
-  const auto bytes = static_cast<int64_t>(codec::encodedBytes(wire, numElements));
-  at::Tensor chunk = at::zeros({bytes}, plain.options().dtype(at::kByte));
-  codec::encode(execOf(plain), wire, engine::codecType(plain.scalar_type()), plain.const_data_ptr(),
-                numElements, chunk.mutable_data_ptr());
+  at::Tensor chunk = emptyChunk(plain, format);
+  codec::encode(execOf(plain), format, engine::codecType(plain.scalar_type()), plain.const_data_ptr(),
+                static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
   return chunk;
 }
 
-at::Tensor decode(const at::Tensor& chunk, codec::Wire wire, int64_t numElements, at::ScalarType dtype) {
+at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, codec::Wire wire, uint32_t keep,
+                              uint64_t seed) {
+  const codec::Format format{wire, keep, seed};
+  const at::Tensor plain = values.contiguous();
+  if (residual.scalar_type() != at::kFloat || residual.numel() != plain.numel() ||
+      !residual.is_contiguous() || residual.device() != plain.device()) {
+    throw engine::UsageFailure("residual: want " + std::to_string(plain.numel()) +
+                               " contiguous float32 numbers on the device of the values");
+  }
+  at::Tensor chunk = emptyChunk(plain, format);
+  codec::encodeWithResidual(execOf(plain), format, engine::codecType(plain.scalar_type()),
+                            plain.const_data_ptr(), residual.mutable_data_ptr<float>(),
+                            static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
+  return chunk;
+}
+
+at::Tensor decode(const at::Tensor& chunk, codec::Wire wire, int64_t numElements, at::ScalarType dtype,
+                  uint32_t keep, uint64_t seed) {
   at::Tensor values = at::empty({numElements}, chunk.options().dtype(dtype));
-  codec::decode(execOf(chunk), wire, engine::codecType(dtype), chunk.const_data_ptr(),
+  codec::decode(execOf(chunk), {wire, keep, seed}, engine::codecType(dtype), chunk.const_data_ptr(),
                 static_cast<size_t>(numElements), values.mutable_data_ptr());
   return values;
 }
 
-at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
-                        int64_t numElements) {
-  at::Tensor result = at::zeros_like(chunks.at(0));
-  std::vector<const void*> sources;
-  sources.reserve(chunks.size());
+std::vector<const void*> pointersTo(const std::vector<at::Tensor>& chunks) {
+  std::vector<const void*> pointers;
+  pointers.reserve(chunks.size());
   for (const at::Tensor& chunk : chunks) {
-    sources.push_back(chunk.const_data_ptr());
+    pointers.push_back(chunk.const_data_ptr());
   }
-  codec::reduceEncode(execOf(result), wire, sources.data(), sources.size(), static_cast<float>(scale),
-                      static_cast<size_t>(numElements), result.mutable_data_ptr());
+  return pointers;
+}
+
+at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
+                        int64_t numElements, uint32_t keep, uint64_t seed) {
+  at::Tensor result = at::zeros_like(chunks.at(0));
+  codec::reduceEncode(execOf(result), {wire, keep, seed}, pointersTo(chunks).data(), chunks.size(),
+                      static_cast<float>(scale), static_cast<size_t>(numElements), result.mutable_data_ptr());
   return result;
+}
+
+at::Tensor reduceDecode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
+                        int64_t numElements, at::ScalarType dtype, uint32_t keep, uint64_t seed) {
+  at::Tensor values = at::empty({numElements}, chunks.at(0).options().dtype(dtype));
+  codec::reduceDecode(execOf(values), {wire, keep, seed}, engine::codecType(dtype), pointersTo(chunks).data(),
+                      chunks.size(), static_cast<float>(scale), static_cast<size_t>(numElements),
+                      values.mutable_data_ptr());
+  return values;
 }
 
 void bindCodec(py::module_& module) {
@@ -82,13 +116,30 @@ void bindCodec(py::module_& module) {
       .value("F32", codec::Wire::f32)
       .value("F16", codec::Wire::f16)
       .value("BF16", codec::Wire::bf16)
-      .value("MINMAX8", codec::Wire::minmax8);
+      .value("MINMAX8", codec::Wire::minmax8)
+      .value("MINMAX4", codec::Wire::minmax4)
+      .value("SIGN1", codec::Wire::sign1)
+      .value("TOPK", codec::Wire::topk)
+      .value("RANDOMK", codec::Wire::randomk);
+  const codec::Format defaults(codec::Wire::topk);
+  const auto keep = py::arg("keep") = defaults.keep;
+  const auto seed = py::arg("seed") = defaults.seed;
   module.def("cpu_path", &codec::cpuPath);
-  module.def("encoded_bytes", &codec::encodedBytes, py::arg("wire"), py::arg("num_elements"));
-  module.def("encode", &encode, py::arg("values"), py::arg("wire"));
-  module.def("decode", &decode, py::arg("chunk"), py::arg("wire"), py::arg("num_elements"), py::arg("dtype"));
+  module.def(
+      "encoded_bytes",
+      [](codec::Wire wire, size_t numElements, uint32_t kept) {
+        return codec::encodedBytes({wire, kept, 0}, numElements);
+      },
+      py::arg("wire"), py::arg("num_elements"), keep);
+  module.def("encode", &encode, py::arg("values"), py::arg("wire"), keep, seed);
+  module.def("encode_with_residual", &encodeWithResidual, py::arg("values"), py::arg("residual"),
+             py::arg("wire"), keep, seed);
+  module.def("decode", &decode, py::arg("chunk"), py::arg("wire"), py::arg("num_elements"), py::arg("dtype"),
+             keep, seed);
   module.def("reduce_encode", &reduceEncode, py::arg("chunks"), py::arg("wire"), py::arg("scale"),
-             py::arg("num_elements"));
+             py::arg("num_elements"), keep, seed);
+  module.def("reduce_decode", &reduceDecode, py::arg("chunks"), py::arg("wire"), py::arg("scale"),
+             py::arg("num_elements"), py::arg("dtype"), keep, seed);
 }
 
 void bindOperations(py::module_& module) {

@@ -1,6 +1,6 @@
-// The rules of the formats that CPU and CUDA share: the layout of a minmax8 chunk, the grid of a block, and
-// the conversions between fp32 and the 16-bit types. One text for host and device, so that they cannot drift
-// apart.
+// The rules of the formats that CPU and CUDA share: the layout of a chunk with a header per block, the grid
+// of a block, and the conversions between fp32 and the 16-bit types. One text for host and device, so that
+// they cannot drift apart.
 //
 // Nothing here depends on contraction: no product is added to anything unless it is exact.
 #pragma once
@@ -55,9 +55,14 @@ BAGUARUN_HOST_DEVICE inline size_t blockLength(size_t numel, size_t block) {
   return left < kBlockElems ? left : kBlockElems;
 }
 
-// Where the bytes of a block begin in a chunk of `numel` numbers.
-BAGUARUN_HOST_DEVICE inline size_t payloadOffset(size_t numel, size_t block) {
-  return blockCount(numel) * sizeof(Header) + block * kBlockElems;
+// Where the bytes of a block begin in a chunk of `numel` numbers, with `levels` (256 or 16) points in a grid.
+BAGUARUN_HOST_DEVICE inline size_t levelsOffset(unsigned levels, size_t numel, size_t block) {
+  return blockCount(numel) * sizeof(Header) + block * (levels == 256 ? kBlockElems : kBlockElems / 2);
+}
+
+// Where the bits of a block begin in a sign1 chunk of `numel` numbers.
+BAGUARUN_HOST_DEVICE inline size_t signsOffset(size_t numel, size_t block) {
+  return blockCount(numel) * sizeof(float) + block * (kBlockElems / 8);
 }
 
 // To the nearest integer, ties to even, for |x| < 2^31. Not rintf, which is a library call on plain x86-64;
@@ -67,18 +72,25 @@ BAGUARUN_HOST_DEVICE inline float roundedToEven(float x) {
   return static_cast<float>(units - 0x1.8p52);
 }
 
-// Steps 1 to 4 of codec.h. `mn` and `mx` are the extremes of the block, NaN left out; `nan` says whether
-// there was one.
-BAGUARUN_HOST_DEVICE inline Grid gridOf(float mn, float mx, bool nan) {
+// Steps 1 to 4 of codec.h, for a grid of `levels` points. `mn` and `mx` are the extremes of the block, NaN
+// left out; `nan` says whether there was one.
+BAGUARUN_HOST_DEVICE inline Grid gridOf(unsigned levels, float mn, float mx, bool nan) {
   if (nan || mn <= -kOverflow || mx >= kOverflow) return {{floatOf(kQuietNan), 0.0f}, 0.0f};
   const bool spansZero = mn <= 0.0f && mx >= 0.0f;
-  const float step = (mx - mn) / (spansZero ? 254.0f : 255.0f);
+  const float step = (mx - mn) / static_cast<float>(levels - (spansZero ? 2 : 1));
   if (step < kLeastStep) return {{spansZero ? 0.0f : mn, 0.0f}, 0.0f};
   const float scale = floatOf((bitsOf(step) + 0xffu) & ~0xffu);
   const float inv = 1.0f / scale;
   // Adding zero turns -0 into +0. The product of an 8-bit and a 16-bit number is exact.
   const float base = spansZero ? roundedToEven(mn * inv) * scale + 0.0f : mn;
   return {{base, scale}, inv};
+}
+
+BAGUARUN_HOST_DEVICE inline bool isFinite(float x) { return (bitsOf(x) & 0x7fffffffu) < 0x7f800000u; }
+
+// The scale of a sign1 block of `n` numbers whose magnitudes sum up to `sum`.
+BAGUARUN_HOST_DEVICE inline float signScale(float sum, size_t n) {
+  return isFinite(sum) ? sum / static_cast<float>(n) : floatOf(kQuietNan);
 }
 
 BAGUARUN_HOST_DEVICE inline float widenF16(uint16_t h) {

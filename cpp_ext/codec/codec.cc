@@ -1,5 +1,4 @@
-// The public functions: check, choose the device, and compose the CPU codecs from the loops of the chosen
-// path.
+// The public functions: check, choose the device and the CPU path, and set the floating-point environment.
 #include "codec.h"
 
 #include <atomic>
@@ -8,7 +7,8 @@
 #include <string>
 
 #include "codec_cuda.h"
-#include "cpu_path.h"
+#include "cpu_codec.h"
+#include "sparse.h"
 
 namespace baguarun::codec {
 namespace {
@@ -48,133 +48,34 @@ class FloatEnvironment {
   std::fenv_t callers_;
 };
 
-size_t sizeOf(DType dtype) { return dtype == DType::f32 ? sizeof(float) : sizeof(uint16_t); }
+void checkFormat(Format format) {
+  if (format.wire != Wire::topk && format.wire != Wire::randomk) return;
+  if (format.keep < 1 || format.keep > kMostKept) {
+    throw std::invalid_argument("codec: keep=" + std::to_string(format.keep) + ": want 1 to " +
+                                std::to_string(kMostKept) + " numbers of each " +
+                                std::to_string(kBlockElems));
+  }
+}
 
-// The type of the numbers in a plain wire.
-DType plainType(Wire wire) {
-  switch (wire) {
+size_t payloadBytes(Format format, size_t numel) {
+  switch (format.wire) {
     case Wire::f32:
-      return DType::f32;
+      return numel * sizeof(float);
     case Wire::f16:
-      return DType::f16;
     case Wire::bf16:
-      return DType::bf16;
+      return numel * sizeof(uint16_t);
     case Wire::minmax8:
-      break;
+      return levelsOffset(256, numel, 0) + numel;
+    case Wire::minmax4:
+      return levelsOffset(16, numel, 0) + numel / 2 + numel % 2;
+    case Wire::sign1:
+      return signsOffset(numel, 0) + numel / 8 + (numel % 8 != 0);
+    case Wire::topk:
+      return keptInAll(format.keep, numel) * (sizeof(float) + sizeof(uint16_t));
+    case Wire::randomk:
+      return keptInAll(format.keep, numel) * sizeof(float);
   }
-  throw std::logic_error("codec: minmax8 is not a plain wire");
-}
-
-template <class Pointer>
-Pointer* advance(Pointer* start, size_t bytes) {
-  using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
-  return static_cast<Pointer*>(static_cast<Byte*>(start) + bytes);
-}
-
-// One block of a chunk of `numel` numbers: `n` numbers, beginning with number `first`.
-struct Span {
-  size_t block;
-  size_t first;
-  size_t n;
-};
-
-Span spanOf(size_t numel, size_t block) { return {block, block * kBlockElems, blockLength(numel, block)}; }
-
-// Room for one block in fp32.
-struct alignas(64) Wide {
-  float numbers[kBlockElems];
-};
-
-void convert(const CpuPath& path, DType from, const void* src, DType to, size_t numel, void* dst) {
-  if (from == to) {
-    if (src != dst) std::memcpy(dst, src, numel * sizeOf(to));
-  } else if (from == DType::f32) {
-    path.narrow(to, static_cast<const float*>(src), numel, dst);
-  } else if (to == DType::f32) {
-    path.widen(from, src, numel, static_cast<float*>(dst));
-  } else {
-    for (size_t block = 0; block < blockCount(numel); ++block) {
-      const Span at = spanOf(numel, block);
-      Wide wide;
-      path.widen(from, advance(src, at.first * sizeOf(from)), at.n, wide.numbers);
-      path.narrow(to, wide.numbers, at.n, advance(dst, at.first * sizeOf(to)));
-    }
-  }
-}
-
-// Encodes the blocks that `numbersOf(span, room)` yields, in `room` or elsewhere. Always one block ahead: the
-// extremes and the two divisions of the next grid then cost no time of their own.
-template <class NumbersOf>
-void encodeBlocks(const CpuPath& path, size_t numel, void* dst, NumbersOf numbersOf) {
-  Wide room[2];
-  Span at = spanOf(numel, 0);
-  const float* numbers = numbersOf(at, room[0].numbers);
-  Grid grid = path.measure(numbers, at.n);
-  for (size_t block = 1; block <= blockCount(numel); ++block) {
-    const Span thisAt = at;
-    const float* const theseNumbers = numbers;
-    const Grid thisGrid = grid;
-    if (block < blockCount(numel)) {
-      at = spanOf(numel, block);
-      numbers = numbersOf(at, room[block % 2].numbers);
-      grid = path.measure(numbers, at.n);
-    }
-    std::memcpy(static_cast<Header*>(dst) + thisAt.block, &thisGrid.header, sizeof(Header));
-    path.quantise(theseNumbers, thisAt.n, thisGrid,
-                  static_cast<uint8_t*>(dst) + payloadOffset(numel, thisAt.block));
-  }
-}
-
-void encodeMinMax8(const CpuPath& path, DType dtype, const void* src, size_t numel, void* dst) {
-  encodeBlocks(path, numel, dst, [&](Span at, float* room) -> const float* {
-    const void* numbers = advance(src, at.first * sizeOf(dtype));
-    if (dtype == DType::f32) return static_cast<const float*>(numbers);
-    path.widen(dtype, numbers, at.n, room);
-    return room;
-  });
-}
-
-void reduceMinMax8(const CpuPath& path, Sum sum, size_t numel, void* dst) {
-  encodeBlocks(path, numel, dst, [&](Span at, float* room) -> const float* {
-    path.sumBlocks(sum, {numel, at.block}, room);
-    return room;
-  });
-}
-
-// Writes the blocks that `fill(span, destination)` computes as numbers of `dtype`.
-template <class Fill>
-void writeBlocks(const CpuPath& path, DType dtype, size_t numel, void* dst, Fill fill) {
-  for (size_t block = 0; block < blockCount(numel); ++block) {
-    const Span at = spanOf(numel, block);
-    void* numbers = advance(dst, at.first * sizeOf(dtype));
-    if (dtype == DType::f32) {
-      fill(at, static_cast<float*>(numbers));
-      continue;
-    }
-    Wide wide;
-    fill(at, wide.numbers);
-    path.narrow(dtype, wide.numbers, at.n, numbers);
-  }
-}
-
-void decodeMinMax8(const CpuPath& path, DType dtype, const void* src, size_t numel, void* dst) {
-  writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) {
-    Header header;
-    std::memcpy(&header, static_cast<const Header*>(src) + at.block, sizeof header);
-    path.decodeBlock(header, static_cast<const uint8_t*>(src) + payloadOffset(numel, at.block), at.n,
-                     numbers);
-  });
-}
-
-void reduceMinMax8To(const CpuPath& path, DType dtype, Sum sum, size_t numel, void* dst) {
-  writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) {
-    path.sumBlocks(sum, {numel, at.block}, numbers);
-  });
-}
-
-void reducePlain(const CpuPath& path, DType from, DType to, Sum sum, size_t numel, void* dst) {
-  writeBlocks(path, to, numel, dst,
-              [&](Span at, float* numbers) { path.sumNumbers(from, sum, at.first, at.n, numbers); });
+  throw std::logic_error("codec: no such wire");
 }
 
 void checkReduction(const char* function, const void* const* src, size_t count) {
@@ -197,71 +98,64 @@ namespace {
 }
 }  // namespace
 
-void encode(void*, Wire, DType, const void*, size_t, void*) { refuse(); }
-void decode(void*, Wire, DType, const void*, size_t, void*) { refuse(); }
-void reduceEncode(void*, Wire, const void* const*, size_t, float, size_t, void*) { refuse(); }
-void reduceDecode(void*, Wire, DType, const void* const*, size_t, float, size_t, void*) { refuse(); }
+void encode(void*, Format, DType, const void*, float*, size_t, void*) { refuse(); }
+void decode(void*, Format, DType, const void*, size_t, void*) { refuse(); }
+void reduceEncode(void*, Format, const void* const*, size_t, float, size_t, void*) { refuse(); }
+void reduceDecode(void*, Format, DType, const void* const*, size_t, float, size_t, void*) { refuse(); }
 }  // namespace cuda
 #endif
 
-size_t encodedBytes(Wire wire, size_t numel) {
-  const size_t bytes =
-      wire == Wire::minmax8 ? payloadOffset(numel, 0) + numel : numel * sizeOf(plainType(wire));
-  return (bytes + 15) / 16 * 16;
+size_t encodedBytes(Format format, size_t numel) {
+  checkFormat(format);
+  return (payloadBytes(format, numel) + 15) / 16 * 16;
 }
 
-void encode(Exec exec, Wire wire, DType dtype, const void* src, size_t numel, void* dst) {
+void encode(Exec exec, Format format, DType dtype, const void* src, size_t numel, void* dst) {
+  checkFormat(format);
   if (numel == 0) return;
-  if (exec.device == Device::cuda) return cuda::encode(exec.stream, wire, dtype, src, numel, dst);
+  if (exec.device == Device::cuda) return cuda::encode(exec.stream, format, dtype, src, nullptr, numel, dst);
   const FloatEnvironment environment;
-  const CpuPath& path = *chosenPath();
-  if (wire == Wire::minmax8) {
-    encodeMinMax8(path, dtype, src, numel, dst);
-  } else {
-    convert(path, dtype, src, plainType(wire), numel, dst);
-  }
+  cpu::encode(*chosenPath(), format, dtype, src, numel, dst);
 }
 
-void decode(Exec exec, Wire wire, DType dtype, const void* src, size_t numel, void* dst) {
+void encodeWithResidual(Exec exec, Format format, DType dtype, const void* src, float* residual, size_t numel,
+                        void* dst) {
+  checkFormat(format);
   if (numel == 0) return;
-  if (exec.device == Device::cuda) return cuda::decode(exec.stream, wire, dtype, src, numel, dst);
+  if (residual == nullptr) throw std::invalid_argument("codec.encodeWithResidual: residual is null");
+  if (exec.device == Device::cuda) return cuda::encode(exec.stream, format, dtype, src, residual, numel, dst);
   const FloatEnvironment environment;
-  const CpuPath& path = *chosenPath();
-  if (wire == Wire::minmax8) {
-    decodeMinMax8(path, dtype, src, numel, dst);
-  } else {
-    convert(path, plainType(wire), src, dtype, numel, dst);
-  }
+  cpu::encodeWithResidual(*chosenPath(), format, dtype, src, residual, numel, dst);
 }
 
-void reduceEncode(Exec exec, Wire wire, const void* const* src, size_t count, float scale, size_t numel,
+void decode(Exec exec, Format format, DType dtype, const void* src, size_t numel, void* dst) {
+  checkFormat(format);
+  if (numel == 0) return;
+  if (exec.device == Device::cuda) return cuda::decode(exec.stream, format, dtype, src, numel, dst);
+  const FloatEnvironment environment;
+  cpu::decode(*chosenPath(), format, dtype, src, numel, dst);
+}
+
+void reduceEncode(Exec exec, Format format, const void* const* src, size_t count, float scale, size_t numel,
                   void* dst) {
+  checkFormat(format);
   if (numel == 0) return;
   checkReduction("codec.reduceEncode", src, count);
   if (exec.device == Device::cuda)
-    return cuda::reduceEncode(exec.stream, wire, src, count, scale, numel, dst);
+    return cuda::reduceEncode(exec.stream, format, src, count, scale, numel, dst);
   const FloatEnvironment environment;
-  const CpuPath& path = *chosenPath();
-  if (wire == Wire::minmax8) {
-    reduceMinMax8(path, {src, count, scale}, numel, dst);
-  } else {
-    reducePlain(path, plainType(wire), plainType(wire), {src, count, scale}, numel, dst);
-  }
+  cpu::reduceEncode(*chosenPath(), format, {src, count, scale}, numel, dst);
 }
 
-void reduceDecode(Exec exec, Wire wire, DType dtype, const void* const* src, size_t count, float scale,
+void reduceDecode(Exec exec, Format format, DType dtype, const void* const* src, size_t count, float scale,
                   size_t numel, void* dst) {
+  checkFormat(format);
   if (numel == 0) return;
   checkReduction("codec.reduceDecode", src, count);
   if (exec.device == Device::cuda)
-    return cuda::reduceDecode(exec.stream, wire, dtype, src, count, scale, numel, dst);
+    return cuda::reduceDecode(exec.stream, format, dtype, src, count, scale, numel, dst);
   const FloatEnvironment environment;
-  const CpuPath& path = *chosenPath();
-  if (wire == Wire::minmax8) {
-    reduceMinMax8To(path, dtype, {src, count, scale}, numel, dst);
-  } else {
-    reducePlain(path, plainType(wire), dtype, {src, count, scale}, numel, dst);
-  }
+  cpu::reduceDecode(*chosenPath(), format, dtype, {src, count, scale}, numel, dst);
 }
 
 const char* cpuPath() { return chosenPath().load()->name; }

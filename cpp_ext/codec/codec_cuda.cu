@@ -1,6 +1,7 @@
 // The CUDA path. One block of threads takes one block of numbers at a time, whatever the wire: it gathers
-// fp32 values (a load, or a sum over chunks in rank order), then emits numbers or a minmax8 block. The rules
-// are those of block.h, the roundings are written out, so the bits are those of the CPU paths.
+// fp32 values (a load, or a sum over chunks in rank order), then emits numbers or a compressed block. The
+// rules are those of block.h and sparse.h, the roundings are written out, so the bits are those of the CPU
+// paths.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -8,14 +9,12 @@
 #include <string>
 
 #include "codec_cuda.h"
+#include "cuda_dense.h"
+#include "cuda_sparse.h"
 
 namespace baguarun::codec::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kQuad = 4;  // neighbouring numbers that one thread loads and stores at once
-constexpr int kQuads = static_cast<int>(kBlockElems) / (kThreads * kQuad);
 constexpr size_t kMostSources = 64;      // in one kernel's parameters
 constexpr size_t kMostBlocks = 1 << 20;  // of threads in a launch; each goes on to the next blocks of numbers
 
@@ -25,205 +24,104 @@ struct Sources {
   const float* before;  // the sum of earlier sources, or null
 };
 
-__device__ bool aligned(const void* pointer, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-}
+// What a kernel does: dst = encode(decode(src)), where one of the two is plain; dst = encode(scale *
+// sum(decode(src))); or the first with a residual.
+enum class Mode { convert, reduce, feedback };
 
-template <Wire plain>
-__device__ float widened(uint16_t word) {
-  return plain == Wire::f16 ? widenF16(word) : widenBf16(word);
-}
-
-template <Wire plain>
-__device__ uint16_t narrowed(float x) {
-  return plain == Wire::f16 ? narrowF16(x) : narrowBf16(x);
-}
-
-// Four numbers from `first`, of which `valid` exist (the others become 0).
-template <Wire plain>
-__device__ void loadQuad(const void* numbers, size_t first, int valid, float (&x)[kQuad]) {
-  if constexpr (plain == Wire::f32) {
-    const float* src = static_cast<const float*>(numbers) + first;
-    if (valid == kQuad && aligned(src, sizeof(float4))) {
-      const float4 quad = *reinterpret_cast<const float4*>(src);
-      x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
-      return;
-    }
-    for (int i = 0; i < kQuad; ++i) x[i] = i < valid ? src[i] : 0.0f;
-  } else {
-    const uint16_t* src = static_cast<const uint16_t*>(numbers) + first;
-    if (valid == kQuad && aligned(src, sizeof(ushort4))) {
-      const ushort4 quad = *reinterpret_cast<const ushort4*>(src);
-      x[0] = widened<plain>(quad.x), x[1] = widened<plain>(quad.y);
-      x[2] = widened<plain>(quad.z), x[3] = widened<plain>(quad.w);
-      return;
-    }
-    for (int i = 0; i < kQuad; ++i) x[i] = i < valid ? widened<plain>(src[i]) : 0.0f;
-  }
-}
-
-template <Wire plain>
-__device__ void storeQuad(void* numbers, size_t first, int valid, const float (&x)[kQuad]) {
-  if constexpr (plain == Wire::f32) {
-    float* dst = static_cast<float*>(numbers) + first;
-    if (valid == kQuad && aligned(dst, sizeof(float4))) {
-      *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
-      return;
-    }
-    for (int i = 0; i < valid; ++i) dst[i] = x[i];
-  } else {
-    uint16_t* dst = static_cast<uint16_t*>(numbers) + first;
-    if (valid == kQuad && aligned(dst, sizeof(ushort4))) {
-      *reinterpret_cast<ushort4*>(dst) = make_ushort4(narrowed<plain>(x[0]), narrowed<plain>(x[1]),
-                                                      narrowed<plain>(x[2]), narrowed<plain>(x[3]));
-      return;
-    }
-    for (int i = 0; i < valid; ++i) dst[i] = narrowed<plain>(x[i]);
-  }
-}
-
-// The same for the bytes of a block, `offset` bytes into its payload; byte i is bits 8*i and up.
-__device__ uint32_t loadBytes(const uint8_t* q, int valid) {
-  if (valid == kQuad && aligned(q, sizeof(uint32_t))) return *reinterpret_cast<const uint32_t*>(q);
-  uint32_t bytes = 0;
-  for (int i = 0; i < valid; ++i) bytes |= static_cast<uint32_t>(q[i]) << (8 * i);
-  return bytes;
-}
-
-__device__ void storeBytes(uint8_t* q, int valid, uint32_t bytes) {
-  if (valid == kQuad && aligned(q, sizeof(uint32_t))) {
-    *reinterpret_cast<uint32_t*>(q) = bytes;
-    return;
-  }
-  for (int i = 0; i < valid; ++i) q[i] = static_cast<uint8_t>(bytes >> (8 * i));
-}
-
-// Where a thread's quad lies: `offset` numbers into block `block` of a chunk of `numel`.
-struct Place {
+struct Task {
+  Sources sources;
+  Format format;  // of what is not plain
+  float scale;
   size_t numel;
-  size_t block;
-  int offset;
-  int valid;
+  void* dst;
+  float* residual;
 };
 
-__device__ Place placeOf(size_t numel, size_t block, int quad) {
-  const int offset = (quad * kThreads + static_cast<int>(threadIdx.x)) * kQuad;
-  const int left = static_cast<int>(blockLength(numel, block)) - offset;
-  return {numel, block, offset, min(max(left, 0), kQuad)};
+constexpr bool isPlain(Wire wire) { return wire == Wire::f32 || wire == Wire::f16 || wire == Wire::bf16; }
+BAGUARUN_HOST_DEVICE constexpr bool isSparse(Wire wire) {
+  return wire == Wire::topk || wire == Wire::randomk;
 }
 
+// before + src[0] + src[1] + ..., in that order.
 template <Wire wire>
-__device__ void loadFromChunk(const void* chunk, Place at, float (&x)[kQuad]) {
-  if constexpr (wire == Wire::minmax8) {
-    const Header* header = static_cast<const Header*>(chunk) + at.block;
-    const float base = header->base;
-    const float scale = header->scale;
-    const uint8_t* q = static_cast<const uint8_t*>(chunk) + payloadOffset(at.numel, at.block) + at.offset;
-    const uint32_t bytes = loadBytes(q, at.valid);
-    for (int i = 0; i < kQuad; ++i) {
-      const float level = static_cast<float>(bytes >> (8 * i) & 0xffu);
-      // The device would answer with a NaN of its own.
-      x[i] = base != base ? floatOf(kQuietNan) : __fmaf_rn(level, scale, base);
-    }
-  } else {
-    loadQuad<wire>(chunk, at.block * kBlockElems + at.offset, at.valid, x);
-  }
-}
-
-// scale * (before + src[0] + src[1] + ...), in that order.
-template <Wire wire>
-__device__ void loadSum(const Sources& sources, float scale, Place at, float (&total)[kQuad]) {
+__device__ void loadSum(const Sources& sources, Place at, float (&total)[kQuad]) {
   unsigned k = 0;
   if (sources.before != nullptr) {
     loadQuad<Wire::f32>(sources.before, at.block * kBlockElems + at.offset, at.valid, total);
   } else {
-    loadFromChunk<wire>(sources.src[k++], at, total);
+    load<wire>(sources.src[k++], at, total);
   }
 #pragma unroll 4
   for (; k < sources.count; ++k) {
     float x[kQuad];
-    loadFromChunk<wire>(sources.src[k], at, x);
+    load<wire>(sources.src[k], at, x);
     for (int i = 0; i < kQuad; ++i) total[i] = __fadd_rn(total[i], x[i]);
   }
-  for (int i = 0; i < kQuad; ++i) total[i] = __fmul_rn(total[i], scale);
 }
 
-// The grid of the block whose numbers lie in all threads' x, the same in every thread. Its two barriers
-// also keep one turn's use of the shared memory apart from the next one's.
-__device__ Grid blockGrid(const float (&x)[kQuads][kQuad], size_t numel, size_t block) {
-  __shared__ float warpLeast[kWarps];
-  __shared__ float warpGreatest[kWarps];
-  __shared__ Grid grid;
-  float least = INFINITY;
-  float greatest = -INFINITY;
-  bool nan = false;
-  for (int quad = 0; quad < kQuads; ++quad) {
-    const int valid = placeOf(numel, block, quad).valid;
-    for (int i = 0; i < kQuad; ++i) {
-      if (i >= valid) continue;
-      least = fminf(least, x[quad][i]);
-      greatest = fmaxf(greatest, x[quad][i]);
-      nan |= x[quad][i] != x[quad][i];
-    }
-  }
-  for (int distance = 16; distance > 0; distance /= 2) {
-    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, distance));
-    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
-  }
-  if (threadIdx.x % 32 == 0) {
-    warpLeast[threadIdx.x / 32] = least;
-    warpGreatest[threadIdx.x / 32] = greatest;
-  }
-  const bool anyNan = __syncthreads_or(nan) != 0;
-  if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kWarps; ++warp) {
-      least = fminf(least, warpLeast[warp]);
-      greatest = fmaxf(greatest, warpGreatest[warp]);
-    }
-    grid = gridOf(least, greatest, anyNan);
-  }
-  __syncthreads();
-  return grid;
-}
-
-__device__ uint32_t levelOf(float x, Grid grid) {
-  if (grid.inv == 0.0f) return 0;
-  const int level = __float2int_rn(__fmul_rn(__fsub_rn(x, grid.header.base), grid.inv));
-  return static_cast<uint32_t>(min(max(level, 0), 255));
-}
-
-__device__ void storeBlock(const float (&x)[kQuads][kQuad], size_t numel, size_t block, void* chunk) {
-  const Grid grid = blockGrid(x, numel, block);
-  if (threadIdx.x == 0) static_cast<Header*>(chunk)[block] = grid.header;
-  uint8_t* payload = static_cast<uint8_t*>(chunk) + payloadOffset(numel, block);
-  for (int quad = 0; quad < kQuads; ++quad) {
-    const Place at = placeOf(numel, block, quad);
-    uint32_t bytes = 0;
-    for (int i = 0; i < kQuad; ++i) bytes |= levelOf(x[quad][i], grid) << (8 * i);
-    storeBytes(payload + at.offset, at.valid, bytes);
-  }
-}
-
-// dst = out(in(src)), or out(scale * sum(in(src))). `out` is a wire, or the plain wire that a dtype is.
-template <Wire in, Wire out, bool reduce>
-__global__ void __launch_bounds__(kThreads) transcode(Sources sources, float scale, size_t numel, void* dst) {
-  for (size_t block = blockIdx.x; block < blockCount(numel); block += gridDim.x) {
-    float x[kQuads][kQuad];
+template <Wire in, Mode mode>
+__device__ void gather(const Task& task, size_t block, Quads& x) {
+  if constexpr (isSparse(in)) {
+    loadKept<in>(task.sources.src, task.sources.count, task.sources.before, {task.format, task.numel, block},
+                 x);
+  } else {
     for (int quad = 0; quad < kQuads; ++quad) {
-      const Place at = placeOf(numel, block, quad);
-      if constexpr (reduce) {
-        loadSum<in>(sources, scale, at, x[quad]);
+      const Place at = placeOf(task.numel, block, quad);
+      if constexpr (mode == Mode::reduce) {
+        loadSum<in>(task.sources, at, x[quad]);
       } else {
-        loadFromChunk<in>(sources.src[0], at, x[quad]);
+        load<in>(task.sources.src[0], at, x[quad]);
       }
     }
-    if constexpr (out == Wire::minmax8) {
-      storeBlock(x, numel, block, dst);
+  }
+  if constexpr (mode == Mode::reduce) {
+    for (int quad = 0; quad < kQuads; ++quad) {
+      for (int i = 0; i < kQuad; ++i) x[quad][i] = __fmul_rn(x[quad][i], task.scale);
+    }
+  }
+}
+
+template <Wire out>
+__device__ void emitBlock(const Task& task, size_t block, Quads& x) {
+  if constexpr (out == Wire::topk) {
+    emitTop(x, {task.format, task.numel, block}, task.dst);
+  } else if constexpr (out == Wire::randomk) {
+    emitRandom(x, {task.format, task.numel, block}, task.dst);
+  } else {
+    emit<out>(x, task.numel, block, task.dst);
+  }
+}
+
+// Emits x + residual, and leaves in the residual what the chunk lacks of it.
+template <Wire out>
+__device__ void emitWithResidual(const Task& task, size_t block, Quads& x) {
+  Quads before;
+  Quads wanted;
+  for (int quad = 0; quad < kQuads; ++quad) {
+    const Place at = placeOf(task.numel, block, quad);
+    loadQuad<Wire::f32>(task.residual, block * kBlockElems + at.offset, at.valid, before[quad]);
+    for (int i = 0; i < kQuad; ++i) wanted[quad][i] = x[quad][i] = __fadd_rn(x[quad][i], before[quad][i]);
+  }
+  emitBlock<out>(task, block, x);
+  for (int quad = 0; quad < kQuads; ++quad) {
+    const Place at = placeOf(task.numel, block, quad);
+    for (int i = 0; i < kQuad; ++i) {
+      const float left = __fsub_rn(wanted[quad][i], x[quad][i]);
+      if (isFinite(left)) before[quad][i] = left;
+    }
+    storeQuad<Wire::f32>(task.residual, block * kBlockElems + at.offset, at.valid, before[quad]);
+  }
+}
+
+template <Wire in, Wire out, Mode mode>
+__global__ void __launch_bounds__(kThreads) transcode(Task task) {
+  for (size_t block = blockIdx.x; block < blockCount(task.numel); block += gridDim.x) {
+    Quads x;
+    gather<in, mode>(task, block, x);
+    if constexpr (mode == Mode::feedback) {
+      emitWithResidual<out>(task, block, x);
     } else {
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const Place at = placeOf(numel, block, quad);
-        storeQuad<out>(dst, block * kBlockElems + at.offset, at.valid, x[quad]);
-      }
+      emitBlock<out>(task, block, x);
     }
   }
 }
@@ -233,45 +131,73 @@ void check(cudaError_t error, const char* call) {
   throw std::runtime_error(std::string("codec: ") + call + ": " + cudaGetErrorString(error));
 }
 
-using Kernel = void (*)(Sources, float, size_t, void*);
+using Kernel = void (*)(Task);
 
-template <Wire in, bool reduce>
+// Null for what no function of codec.h asks for.
+template <Wire in, Wire out, Mode mode>
+Kernel kernel() {
+  constexpr bool used = mode == Mode::convert  ? isPlain(in) || isPlain(out)
+                        : mode == Mode::reduce ? isPlain(out) || in == out
+                                               : isPlain(in);
+  if constexpr (used) {
+    return transcode<in, out, mode>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <Wire in, Mode mode>
 Kernel kernelTo(Wire out) {
   switch (out) {
     case Wire::f32:
-      return transcode<in, Wire::f32, reduce>;
+      return kernel<in, Wire::f32, mode>();
     case Wire::f16:
-      return transcode<in, Wire::f16, reduce>;
+      return kernel<in, Wire::f16, mode>();
     case Wire::bf16:
-      return transcode<in, Wire::bf16, reduce>;
+      return kernel<in, Wire::bf16, mode>();
     case Wire::minmax8:
-      return transcode<in, Wire::minmax8, reduce>;
+      return kernel<in, Wire::minmax8, mode>();
+    case Wire::minmax4:
+      return kernel<in, Wire::minmax4, mode>();
+    case Wire::sign1:
+      return kernel<in, Wire::sign1, mode>();
+    case Wire::topk:
+      return kernel<in, Wire::topk, mode>();
+    case Wire::randomk:
+      return kernel<in, Wire::randomk, mode>();
   }
   throw std::logic_error("codec: no such wire");
 }
 
-template <bool reduce>
+template <Mode mode>
 Kernel kernelOf(Wire in, Wire out) {
   switch (in) {
     case Wire::f32:
-      return kernelTo<Wire::f32, reduce>(out);
+      return kernelTo<Wire::f32, mode>(out);
     case Wire::f16:
-      return kernelTo<Wire::f16, reduce>(out);
+      return kernelTo<Wire::f16, mode>(out);
     case Wire::bf16:
-      return kernelTo<Wire::bf16, reduce>(out);
+      return kernelTo<Wire::bf16, mode>(out);
     case Wire::minmax8:
-      return kernelTo<Wire::minmax8, reduce>(out);
+      return kernelTo<Wire::minmax8, mode>(out);
+    case Wire::minmax4:
+      return kernelTo<Wire::minmax4, mode>(out);
+    case Wire::sign1:
+      return kernelTo<Wire::sign1, mode>(out);
+    case Wire::topk:
+      return kernelTo<Wire::topk, mode>(out);
+    case Wire::randomk:
+      return kernelTo<Wire::randomk, mode>(out);
   }
   throw std::logic_error("codec: no such wire");
 }
 
-void launch(cudaStream_t stream, Kernel kernel, const Sources& sources, float scale, size_t numel,
-            void* dst) {
+void launch(cudaStream_t stream, Kernel kernel, const Task& task) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(blockCount(numel), kMostBlocks)));
+  config.gridDim = dim3(static_cast<unsigned>(std::min(blockCount(task.numel), kMostBlocks)));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  check(cudaLaunchKernelEx(&config, kernel, sources, scale, numel, dst), "cudaLaunchKernelEx");
+  check(cudaLaunchKernelEx(&config, kernel, task), "cudaLaunchKernelEx");
 }
 
 Wire plainWire(DType dtype) {
@@ -286,15 +212,17 @@ Wire plainWire(DType dtype) {
   throw std::logic_error("codec: no such dtype");
 }
 
-void convert(void* stream, Wire in, Wire out, const void* src, size_t numel, void* dst) {
+// Of the wires `in` and `out`, at least one is plain, and `format` is the other.
+void convert(void* stream, Format format, Wire in, Wire out, const void* src, size_t numel, void* dst) {
   const auto cudaStream = static_cast<cudaStream_t>(stream);
-  if (in == out && in != Wire::minmax8) {
+  if (in == out) {
     if (src == dst) return;
     const size_t bytes = numel * (in == Wire::f32 ? sizeof(float) : sizeof(uint16_t));
     check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, cudaStream), "cudaMemcpyAsync");
     return;
   }
-  launch(cudaStream, kernelOf<false>(in, out), {{src}, 1, nullptr}, 1.0f, numel, dst);
+  launch(cudaStream, kernelOf<Mode::convert>(in, out),
+         {{{src}, 1, nullptr}, format, 1.0f, numel, dst, nullptr});
 }
 
 // The sum of more sources than one launch takes, as it stands between two launches. Stream-ordered.
@@ -315,7 +243,7 @@ class RunningSum {
 };
 
 struct Reduction {
-  Wire in;
+  Format in;
   Wire out;
   float scale;
   size_t numel;
@@ -323,9 +251,9 @@ struct Reduction {
 };
 
 void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t count, const float* before) {
-  Sources sources{{}, static_cast<unsigned>(count), before};
-  std::copy_n(src, count, sources.src);
-  launch(stream, kernelOf<true>(what.in, what.out), sources, what.scale, what.numel, what.dst);
+  Task task{{{}, static_cast<unsigned>(count), before}, what.in, what.scale, what.numel, what.dst, nullptr};
+  std::copy_n(src, count, task.sources.src);
+  launch(stream, kernelOf<Mode::reduce>(what.in.wire, what.out), task);
 }
 
 void reduceAll(void* stream, Reduction what, const void* const* src, size_t count) {
@@ -342,22 +270,27 @@ void reduceAll(void* stream, Reduction what, const void* const* src, size_t coun
 
 }  // namespace
 
-void encode(void* stream, Wire wire, DType dtype, const void* src, size_t numel, void* dst) {
-  convert(stream, plainWire(dtype), wire, src, numel, dst);
+void encode(void* stream, Format format, DType dtype, const void* src, float* residual, size_t numel,
+            void* dst) {
+  if (residual == nullptr) {
+    return convert(stream, format, plainWire(dtype), format.wire, src, numel, dst);
+  }
+  launch(static_cast<cudaStream_t>(stream), kernelOf<Mode::feedback>(plainWire(dtype), format.wire),
+         {{{src}, 1, nullptr}, format, 1.0f, numel, dst, residual});
 }
 
-void decode(void* stream, Wire wire, DType dtype, const void* src, size_t numel, void* dst) {
-  convert(stream, wire, plainWire(dtype), src, numel, dst);
+void decode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst) {
+  convert(stream, format, format.wire, plainWire(dtype), src, numel, dst);
 }
 
-void reduceEncode(void* stream, Wire wire, const void* const* src, size_t count, float scale, size_t numel,
-                  void* dst) {
-  reduceAll(stream, {wire, wire, scale, numel, dst}, src, count);
-}
-
-void reduceDecode(void* stream, Wire wire, DType dtype, const void* const* src, size_t count, float scale,
+void reduceEncode(void* stream, Format format, const void* const* src, size_t count, float scale,
                   size_t numel, void* dst) {
-  reduceAll(stream, {wire, plainWire(dtype), scale, numel, dst}, src, count);
+  reduceAll(stream, {format, format.wire, scale, numel, dst}, src, count);
+}
+
+void reduceDecode(void* stream, Format format, DType dtype, const void* const* src, size_t count, float scale,
+                  size_t numel, void* dst) {
+  reduceAll(stream, {format, plainWire(dtype), scale, numel, dst}, src, count);
 }
 
 }  // namespace baguarun::codec::cuda

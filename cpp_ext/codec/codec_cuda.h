@@ -6,11 +6,13 @@
 
 namespace baguarun::codec::cuda {
 
-void encode(void* stream, Wire wire, DType dtype, const void* src, size_t numel, void* dst);
-void decode(void* stream, Wire wire, DType dtype, const void* src, size_t numel, void* dst);
-void reduceEncode(void* stream, Wire wire, const void* const* src, size_t count, float scale, size_t numel,
-                  void* dst);
-void reduceDecode(void* stream, Wire wire, DType dtype, const void* const* src, size_t count, float scale,
+// `residual` may be null.
+void encode(void* stream, Format format, DType dtype, const void* src, float* residual, size_t numel,
+            void* dst);
+void decode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst);
+void reduceEncode(void* stream, Format format, const void* const* src, size_t count, float scale,
+                  size_t numel, void* dst);
+void reduceDecode(void* stream, Format format, DType dtype, const void* const* src, size_t count, float scale,
                   size_t numel, void* dst);
 
 }  // namespace baguarun::codec::cuda

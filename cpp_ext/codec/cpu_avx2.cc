@@ -3,8 +3,11 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 
 #include "cpu_path.h"
+#include "sparse.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx2,fma,f16c")]]
 #define BAGUARUN_INLINE [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline
@@ -90,7 +93,56 @@ BAGUARUN_INLINE void narrowBf16x(uint16_t* dst, V x) {
   storeWords(dst, _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
 }
 
+// 32 levels from and to 16 bytes; all of them are at most 15.
+BAGUARUN_INLINE void packLevels32(const uint8_t* q, uint8_t* packed) {
+  const __m256i levels =
+      _mm256_min_epu8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), _mm256_set1_epi8(15));
+  const __m256i pairs = _mm256_maddubs_epi16(levels, _mm256_set1_epi16(0x1001));
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(packed), bytes);
+}
+
+BAGUARUN_INLINE void unpackLevels32(const uint8_t* packed, uint8_t* q) {
+  const __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
+  const __m256i spread = _mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_and_si256(spread, _mm256_set1_epi8(15)));
+}
+
+BAGUARUN_INLINE V magnitude(V x) { return _mm256_andnot_ps(broadcast(-0.0f), x); }
+
+// One bit per lane of x that is below zero.
+BAGUARUN_INLINE uint32_t negativeLanes(V x) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ)));
+}
+
+// x, negated in the lanes whose bits are set.
+BAGUARUN_INLINE V signedBy(V x, const uint8_t* bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i mine = _mm256_and_si256(_mm256_set1_epi32(*bits), lane);
+  const V set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(mine, lane));
+  return _mm256_xor_ps(x, _mm256_and_ps(set, broadcast(-0.0f)));
+}
+
+// `x` where it is finite, elsewhere `other`.
+BAGUARUN_INLINE V finiteOr(V x, V other) {
+  return _mm256_blendv_ps(other, x, _mm256_cmp_ps(magnitude(x), broadcast(INFINITY), _CMP_LT_OQ));
+}
+
+// Magnitudes as magnitudeOf gives them.
+using Ints = __m256i;
+BAGUARUN_INLINE Ints broadcastInt(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+BAGUARUN_INLINE Ints loadMagnitudes(const float* src) {
+  return _mm256_min_epi32(_mm256_castps_si256(magnitude(load(src))), broadcastInt(kNanMagnitude));
+}
+BAGUARUN_INLINE Ints greater(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+// One bit per lane in which a > b.
+BAGUARUN_INLINE uint32_t greaterLanes(Ints a, Ints b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b))));
+}
+
 #include "cpu_simd.inc"
+// After the loops that it uses.
+#include "cpu_simd_biased.inc"
 
 bool usable() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -103,11 +155,21 @@ const CpuPath kAvx2Path = {
     .usable = usable,
     .widen = widen,
     .narrow = narrow,
+    .add = add,
+    .updateResidual = updateResidual,
+    .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,
-    .decodeBlock = decodeBlock,
-    .sumNumbers = sumNumbers,
-    .sumBlocks = sumBlocks,
+    .packLevels = packLevels,
+    .unpackLevels = unpackLevels,
+    .decodeLevels = decodeLevels,
+    .sumLevels = sumLevels,
+    .sumMagnitudes = sumMagnitudes,
+    .takeSigns = takeSigns,
+    .decodeSigns = decodeSigns,
+    .sumSigns = sumSigns,
+    .candidates = candidates,
+    .allFinite = allFinite,
 };
 
 }  // namespace baguarun::codec

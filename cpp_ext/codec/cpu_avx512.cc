@@ -7,8 +7,11 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 
 #include "cpu_path.h"
+#include "sparse.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]]
 #define BAGUARUN_INLINE [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl"), gnu::always_inline]] inline
@@ -80,7 +83,51 @@ BAGUARUN_INLINE void narrowBf16x(uint16_t* dst, V x) {
   storeWords(dst, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
 }
 
+// 32 levels from and to 16 bytes; all of them are at most 15.
+BAGUARUN_INLINE void packLevels32(const uint8_t* q, uint8_t* packed) {
+  const __m256i levels =
+      _mm256_min_epu8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), _mm256_set1_epi8(15));
+  const __m256i pairs = _mm256_maddubs_epi16(levels, _mm256_set1_epi16(0x1001));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(packed), _mm256_cvtepi16_epi8(pairs));
+}
+
+BAGUARUN_INLINE void unpackLevels32(const uint8_t* packed, uint8_t* q) {
+  const __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
+  const __m256i spread = _mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_and_si256(spread, _mm256_set1_epi8(15)));
+}
+
+BAGUARUN_INLINE V magnitude(V x) { return _mm512_abs_ps(x); }
+
+// One bit per lane of x that is below zero.
+BAGUARUN_INLINE uint32_t negativeLanes(V x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ); }
+
+// x, negated in the lanes whose bits are set.
+BAGUARUN_INLINE V signedBy(V x, const uint8_t* bits) {
+  __mmask16 set;
+  std::memcpy(&set, bits, sizeof set);
+  const __m512i word = _mm512_castps_si512(x);
+  return _mm512_castsi512_ps(_mm512_mask_xor_epi32(word, set, word, _mm512_set1_epi32(INT32_MIN)));
+}
+
+// `x` where it is finite, elsewhere `other`.
+BAGUARUN_INLINE V finiteOr(V x, V other) {
+  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(magnitude(x), broadcast(INFINITY), _CMP_LT_OQ), x);
+}
+
+// Magnitudes as magnitudeOf gives them.
+using Ints = __m512i;
+BAGUARUN_INLINE Ints broadcastInt(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+BAGUARUN_INLINE Ints loadMagnitudes(const float* src) {
+  return _mm512_min_epi32(_mm512_castps_si512(magnitude(load(src))), broadcastInt(kNanMagnitude));
+}
+BAGUARUN_INLINE Ints greater(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+// One bit per lane in which a > b.
+BAGUARUN_INLINE uint32_t greaterLanes(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
+
 #include "cpu_simd.inc"
+// After the loops that it uses.
+#include "cpu_simd_biased.inc"
 
 bool usable() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -94,11 +141,21 @@ const CpuPath kAvx512Path = {
     .usable = usable,
     .widen = widen,
     .narrow = narrow,
+    .add = add,
+    .updateResidual = updateResidual,
+    .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,
-    .decodeBlock = decodeBlock,
-    .sumNumbers = sumNumbers,
-    .sumBlocks = sumBlocks,
+    .packLevels = packLevels,
+    .unpackLevels = unpackLevels,
+    .decodeLevels = decodeLevels,
+    .sumLevels = sumLevels,
+    .sumMagnitudes = sumMagnitudes,
+    .takeSigns = takeSigns,
+    .decodeSigns = decodeSigns,
+    .sumSigns = sumSigns,
+    .candidates = candidates,
+    .allFinite = allFinite,
 };
 
 }  // namespace baguarun::codec

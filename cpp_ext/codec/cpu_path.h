@@ -1,5 +1,5 @@
-// What one CPU path offers: six loops. codec.cc composes the codecs from them, so that a path holds
-// arithmetic only.
+// What one CPU path offers: the loops. cpu_wires.h makes the wires of them, so that a path holds arithmetic
+// only.
 #pragma once
 
 #include "block.h"
@@ -13,14 +13,21 @@ struct Sum {
   float scale;
 };
 
-// One block of a minmax8 chunk of `numel` numbers.
-struct BlockOf {
-  size_t numel;
-  size_t block;
+// One block of a minmax chunk, or of a sign1 chunk.
+struct Levels {
+  Header header;
+  const uint8_t* q;
+};
+struct Signs {
+  float scale;
+  const uint8_t* bits;
 };
 
+// How many blocks sumLevels and sumSigns take at most.
+inline constexpr size_t kMostTerms = 4;
+
 // Threads: functions without state. They rely on codec.cc for the floating-point environment (round to
-// nearest even, no flush to zero).
+// nearest even, no flush to zero). A block has 1 <= n <= kBlockElems numbers.
 struct CpuPath {
   const char* name;
   bool (*usable)();
@@ -28,16 +35,34 @@ struct CpuPath {
   void (*widen)(DType from, const void* src, size_t n, float* dst);
   void (*narrow)(DType to, const float* src, size_t n, void* dst);
 
-  // One block, 1 <= n <= kBlockElems: its grid, then its bytes. Two steps, so that codec.cc can measure the
-  // next block while the grid of this one is still being computed.
-  Grid (*measure)(const float* src, size_t n);
-  void (*quantise)(const float* src, size_t n, Grid grid, uint8_t* q);
-  void (*decodeBlock)(Header header, const uint8_t* q, size_t n, float* dst);
-
+  // dst = a + b; dst may be a or b.
+  void (*add)(const float* a, const float* b, size_t n, float* dst);
+  // residual = x - decoded where that is finite.
+  void (*updateResidual)(const float* x, const float* decoded, size_t n, float* residual);
   // The sum of `n` numbers of `dtype`, beginning with number `first` of each source.
   void (*sumNumbers)(DType dtype, Sum sum, size_t first, size_t n, float* dst);
-  // The sum of one block of minmax8 chunks.
-  void (*sumBlocks)(Sum sum, BlockOf at, float* dst);
+
+  // minmax: the grid of a block, then its bytes. Two steps, so that the next block can be measured while the
+  // grid of this one is still being computed. Levels of 16 points are kept one per byte until they are
+  // packed.
+  Grid (*measure)(unsigned levels, const float* src, size_t n);
+  void (*quantise)(const float* src, size_t n, Grid grid, uint8_t* q);
+  void (*packLevels)(const uint8_t* q, size_t n, uint8_t* packed);
+  void (*unpackLevels)(const uint8_t* packed, size_t n, uint8_t* q);
+  void (*decodeLevels)(Levels block, size_t n, float* dst);
+  // dst = factor * (dst + blocks[0] + ...), without the old dst if these blocks are the first.
+  void (*sumLevels)(const Levels* blocks, size_t count, bool first, float factor, size_t n, float* dst);
+
+  // sign1, likewise.
+  float (*sumMagnitudes)(const float* src, size_t n);
+  void (*takeSigns)(const float* src, size_t n, uint8_t* bits);
+  void (*decodeSigns)(Signs block, size_t n, float* dst);
+  void (*sumSigns)(const Signs* blocks, size_t count, bool first, float factor, size_t n, float* dst);
+
+  // topk: writes the ranks of some numbers of the block, all of its `keep` highest among them, in the order
+  // of the block. Returns how many. `ranks` has room for kBlockElems.
+  size_t (*candidates)(const float* src, size_t n, size_t keep, uint64_t* ranks);
+  bool (*allFinite)(const float* src, size_t n);
 };
 
 extern const CpuPath kPortablePath;

@@ -2,8 +2,10 @@
 // against.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "cpu_path.h"
+#include "sparse.h"
 
 namespace baguarun::codec {
 namespace {
@@ -55,7 +57,18 @@ int32_t orderOf(float x) {
 
 float ofOrder(int32_t order) { return floatOf(static_cast<uint32_t>(order ^ (order >> 31 & 0x7fffffff))); }
 
-Grid measure(const float* src, size_t n) {
+void add(const float* a, const float* b, size_t n, float* dst) {
+  for (size_t i = 0; i < n; ++i) dst[i] = a[i] + b[i];
+}
+
+void updateResidual(const float* x, const float* decoded, size_t n, float* residual) {
+  for (size_t i = 0; i < n; ++i) {
+    const float left = x[i] - decoded[i];
+    residual[i] = isFinite(left) ? left : residual[i];
+  }
+}
+
+Grid measure(unsigned levels, const float* src, size_t n) {
   int32_t least = orderOf(src[0]);
   int32_t greatest = least;
   for (size_t i = 0; i < n; ++i) {
@@ -64,7 +77,7 @@ Grid measure(const float* src, size_t n) {
     greatest = order > greatest ? order : greatest;
   }
   const bool nan = least < orderOf(-INFINITY) || greatest > orderOf(INFINITY);
-  return gridOf(ofOrder(least), ofOrder(greatest), nan);
+  return gridOf(levels, ofOrder(least), ofOrder(greatest), nan);
 }
 
 void quantise(const float* src, size_t n, Grid grid, uint8_t* q) {
@@ -81,8 +94,19 @@ void quantise(const float* src, size_t n, Grid grid, uint8_t* q) {
   }
 }
 
-void decodeBlock(Header header, const uint8_t* q, size_t n, float* dst) {
-  for (size_t i = 0; i < n; ++i) dst[i] = header.base + static_cast<float>(q[i]) * header.scale;
+void packLevels(const uint8_t* q, size_t n, uint8_t* packed) {
+  const auto level = [&](size_t i) { return i < n ? std::min<unsigned>(q[i], 15) : 0u; };
+  for (size_t i = 0; i < n; i += 2) packed[i / 2] = static_cast<uint8_t>(level(i) | level(i + 1) << 4);
+}
+
+void unpackLevels(const uint8_t* packed, size_t n, uint8_t* q) {
+  for (size_t i = 0; i < n; ++i) q[i] = packed[i / 2] >> (i % 2 * 4) & 0xf;
+}
+
+void decodeLevels(Levels block, size_t n, float* dst) {
+  for (size_t i = 0; i < n; ++i) {
+    dst[i] = block.header.base + static_cast<float>(block.q[i]) * block.header.scale;
+  }
 }
 
 void sumNumbers(DType dtype, Sum sum, size_t first, size_t n, float* dst) {
@@ -101,18 +125,80 @@ void sumNumbers(DType dtype, Sum sum, size_t first, size_t n, float* dst) {
   }
 }
 
-void sumBlocks(Sum sum, BlockOf at, float* dst) {
-  const size_t n = blockLength(at.numel, at.block);
+// dst = factor * (dst + terms), where decode(k, room) writes term k.
+template <class Decode>
+void sumTerms(size_t count, bool first, float factor, size_t n, float* dst, Decode decode) {
   float term[kBlockElems];
-  for (size_t k = 0; k < sum.count; ++k) {
-    const auto* chunk = static_cast<const uint8_t*>(sum.src[k]);
-    Header header;
-    std::memcpy(&header, chunk + at.block * sizeof header, sizeof header);
-    decodeBlock(header, chunk + payloadOffset(at.numel, at.block), n, k == 0 ? dst : term);
-    if (k == 0) continue;
-    for (size_t i = 0; i < n; ++i) dst[i] += term[i];
+  for (size_t k = 0; k < count; ++k) {
+    if (first && k == 0) {
+      decode(k, dst);
+      continue;
+    }
+    decode(k, term);
+    add(dst, term, n, dst);
   }
-  for (size_t i = 0; i < n; ++i) dst[i] *= sum.scale;
+  for (size_t i = 0; i < n; ++i) dst[i] *= factor;
+}
+
+void sumLevels(const Levels* blocks, size_t count, bool first, float factor, size_t n, float* dst) {
+  sumTerms(count, first, factor, n, dst, [&](size_t k, float* term) { decodeLevels(blocks[k], n, term); });
+}
+
+float sumMagnitudes(const float* src, size_t n) {
+  float sums[kBlockElems] = {};
+  for (size_t i = 0; i < n; ++i) sums[i] = floatOf(bitsOf(src[i]) & 0x7fffffffu);
+  for (size_t width = kBlockElems / 2; width > 0; width /= 2) {
+    for (size_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+  }
+  return sums[0];
+}
+
+void takeSigns(const float* src, size_t n, uint8_t* bits) {
+  for (size_t i = 0; i < n; i += 8) {
+    unsigned byte = 0;
+    for (size_t j = i; j < std::min(i + 8, n); ++j) byte |= (src[j] < 0.0f ? 1u : 0u) << (j - i);
+    bits[i / 8] = static_cast<uint8_t>(byte);
+  }
+}
+
+void decodeSigns(Signs block, size_t n, float* dst) {
+  const uint32_t scale = bitsOf(block.scale);
+  for (size_t i = 0; i < n; ++i) {
+    dst[i] = floatOf(scale ^ static_cast<uint32_t>(block.bits[i / 8] >> i % 8 & 1) << 31);
+  }
+}
+
+void sumSigns(const Signs* blocks, size_t count, bool first, float factor, size_t n, float* dst) {
+  sumTerms(count, first, factor, n, dst, [&](size_t k, float* term) { decodeSigns(blocks[k], n, term); });
+}
+
+// Among any kMostKept or more groups of numbers, the number of rank `keep` is no less than the `keep`-highest
+// of the groups' greatest: so many groups hold a number that is no less.
+size_t candidates(const float* src, size_t n, size_t keep, uint64_t* ranks) {
+  uint32_t magnitudes[kBlockElems];
+  uint32_t greatest[kMostKept] = {};
+  for (size_t i = 0; i < n; ++i) magnitudes[i] = magnitudeOf(src[i]);
+  for (size_t start = 0; start < n; start += kMostKept) {
+    const size_t length = std::min<size_t>(kMostKept, n - start);
+    for (size_t i = 0; i < length; ++i) greatest[i] = std::max(greatest[i], magnitudes[start + i]);
+  }
+  std::nth_element(greatest, greatest + keep - 1, greatest + kMostKept, std::greater<>());
+  uint32_t least = greatest[keep - 1];
+  size_t count = 0;
+  size_t ties = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (magnitudes[i] < least) continue;
+    ranks[count++] = rankOf(magnitudes[i], i);
+    // Of equal ones, the first `keep` are enough.
+    if (magnitudes[i] == least && ++ties == keep) ++least;
+  }
+  return count;
+}
+
+bool allFinite(const float* src, size_t n) {
+  uint32_t greatest = 0;
+  for (size_t i = 0; i < n; ++i) greatest = std::max(greatest, magnitudeOf(src[i]));
+  return greatest < 0x7f800000u;
 }
 
 }  // namespace
@@ -122,11 +208,21 @@ const CpuPath kPortablePath = {
     .usable = [] { return true; },
     .widen = widen,
     .narrow = narrow,
+    .add = add,
+    .updateResidual = updateResidual,
+    .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,
-    .decodeBlock = decodeBlock,
-    .sumNumbers = sumNumbers,
-    .sumBlocks = sumBlocks,
+    .packLevels = packLevels,
+    .unpackLevels = unpackLevels,
+    .decodeLevels = decodeLevels,
+    .sumLevels = sumLevels,
+    .sumMagnitudes = sumMagnitudes,
+    .takeSigns = takeSigns,
+    .decodeSigns = decodeSigns,
+    .sumSigns = sumSigns,
+    .candidates = candidates,
+    .allFinite = allFinite,
 };
 
 }  // namespace baguarun::codec

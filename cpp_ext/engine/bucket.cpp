@@ -15,6 +15,10 @@ bool isPlain(codec::Wire wire, at::ScalarType dtype) {
     case codec::Wire::bf16:
       return dtype == at::kBFloat16;
     case codec::Wire::minmax8:
+    case codec::Wire::minmax4:
+    case codec::Wire::sign1:
+    case codec::Wire::topk:
+    case codec::Wire::randomk:
       return false;
   }
   return false;

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from tests.codec.native import CPU, pointer
+from tests.codec.native import CPU, pointer, shim_format
 from tests.codec.numbers import SIZES
 from tests.codec.reference import DType, Wire, payload_bytes, word_type
 
@@ -21,21 +21,25 @@ def run(lib: ctypes.CDLL, numel: int) -> None:
     size = ctypes.c_size_t(numel)
     for wire in Wire:
         chunks = []
+        format = shim_format(wire)
         for dtype in DType:
             bits = rng.integers(0, 256, numel * np.dtype(word_type(dtype)).itemsize, dtype=np.uint8)
             chunk = np.zeros(payload_bytes(wire, numel), np.uint8)
             numbers = np.zeros_like(bits)
-            assert lib.shim_encode(CPU, int(wire), int(dtype), pointer(bits), size, pointer(chunk)) == 0
-            assert lib.shim_decode(CPU, int(wire), int(dtype), pointer(chunk), size, pointer(numbers)) == 0
+            assert lib.shim_encode(CPU, format, int(dtype), pointer(bits), size, pointer(chunk)) == 0
+            assert lib.shim_decode(CPU, format, int(dtype), pointer(chunk), size, pointer(numbers)) == 0
             chunks.append(chunk)
+            carried = np.zeros(numel, np.float32)
+            args = (format, int(dtype), pointer(bits), pointer(carried), size, pointer(chunk))
+            assert lib.shim_encode_with_residual(CPU, *args) == 0
         for count in (1, 2, 3):
             table = (ctypes.c_void_p * count)(*[chunk.ctypes.data for chunk in chunks[:count]])
             args = (table, ctypes.c_size_t(count), ctypes.c_float(0.5), size)
             out = np.zeros(payload_bytes(wire, numel), np.uint8)
-            assert lib.shim_reduce_encode(CPU, int(wire), *args, pointer(out)) == 0
+            assert lib.shim_reduce_encode(CPU, format, *args, pointer(out)) == 0
             for dtype in DType:
                 numbers = np.zeros(numel, word_type(dtype))
-                assert lib.shim_reduce_decode(CPU, int(wire), int(dtype), *args, pointer(numbers)) == 0
+                assert lib.shim_reduce_decode(CPU, format, int(dtype), *args, pointer(numbers)) == 0
 
 
 def main() -> None:

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.codec.reference import Bytes, DType, Numbers, Wire, encoded_bytes, payload_bytes, word_type
+from tests.codec.reference import (
+    Bytes,
+    DType,
+    Floats,
+    Format,
+    Numbers,
+    Wire,
+    encoded_bytes,
+    format_of,
+    payload_bytes,
+    word_type,
+)
 
 ROOT = Path(__file__).parents[2]
 GUARD_BYTES = 64
@@ -75,6 +86,15 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
+class ShimFormat(ctypes.Structure):
+    _fields_ = (("wire", ctypes.c_int), ("keep", ctypes.c_uint), ("seed", ctypes.c_ulonglong))
+
+
+def shim_format(wire: Wire | Format) -> ShimFormat:
+    format = format_of(wire)
+    return ShimFormat(int(format.wire), format.keep, format.seed)
+
+
 class Codec:
     """`codec.h` on numpy arrays. `offset` moves every input and output off its 64-byte boundary."""
 
@@ -83,7 +103,6 @@ class Codec:
         self._lib = ctypes.CDLL(str(library))
         self._lib.shim_error.restype = ctypes.c_char_p
         self._lib.shim_path.restype = ctypes.c_char_p
-        self._lib.shim_encoded_bytes.restype = ctypes.c_size_t
         self.offset = offset
 
     def use_path(self, name: str) -> bool:
@@ -92,33 +111,70 @@ class Codec:
     def path(self) -> str:
         return self._lib.shim_path().decode()
 
-    def encoded_bytes(self, wire: Wire, numel: int) -> int:
-        return self._lib.shim_encoded_bytes(int(wire), ctypes.c_size_t(numel))
+    def encoded_bytes(self, wire: Wire | Format, numel: int) -> int:
+        size = ctypes.c_size_t()
+        self._check(
+            self._lib.shim_encoded_bytes(shim_format(wire), ctypes.c_size_t(numel), ctypes.byref(size))
+        )
+        return size.value
 
-    def encode(self, wire: Wire, dtype: DType, numbers: Numbers) -> Bytes:
+    def encode(self, wire: Wire | Format, dtype: DType, numbers: Numbers) -> Bytes:
         numel = len(numbers)
         out = self._chunk(wire, numel)
         src = self._moved(numbers)
         self._check(
             self._lib.shim_encode(
-                self.device, int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
+                self.device,
+                shim_format(wire),
+                int(dtype),
+                pointer(src),
+                ctypes.c_size_t(numel),
+                pointer(out.room),
             )
         )
         return self._chunk_of(out, wire, numel)
 
-    def decode(self, wire: Wire, dtype: DType, chunk: Bytes, numel: int) -> Numbers:
+    def encode_with_residual(
+        self, wire: Wire | Format, dtype: DType, numbers: Numbers, residual: Floats
+    ) -> tuple[Bytes, Floats]:
+        """The chunk and the new residual."""
+        numel = len(numbers)
+        out = self._chunk(wire, numel)
+        carried = self._numbers(DType.f32, numel)
+        carried.room[:] = residual.view(np.uint8)
+        src = self._moved(numbers)
+        self._check(
+            self._lib.shim_encode_with_residual(
+                self.device,
+                shim_format(wire),
+                int(dtype),
+                pointer(src),
+                pointer(carried.room),
+                ctypes.c_size_t(numel),
+                pointer(out.room),
+            )
+        )
+        carried.check()
+        return self._chunk_of(out, wire, numel), carried.room.view(np.float32)
+
+    def decode(self, wire: Wire | Format, dtype: DType, chunk: Bytes, numel: int) -> Numbers:
         out = self._numbers(dtype, numel)
         src = self._moved(chunk)
         self._check(
             self._lib.shim_decode(
-                self.device, int(wire), int(dtype), pointer(src), ctypes.c_size_t(numel), pointer(out.room)
+                self.device,
+                shim_format(wire),
+                int(dtype),
+                pointer(src),
+                ctypes.c_size_t(numel),
+                pointer(out.room),
             )
         )
         out.check()
         return out.room.view(word_type(dtype))
 
     def reduce_encode(
-        self, wire: Wire, chunks: Sequence[Bytes], factor: float, numel: int, into: int | None = None
+        self, wire: Wire | Format, chunks: Sequence[Bytes], factor: float, numel: int, into: int | None = None
     ) -> Bytes:
         """`into` names the chunk that is also the destination."""
         out = self._chunk(wire, numel)
@@ -129,7 +185,7 @@ class Codec:
         self._check(
             self._lib.shim_reduce_encode(
                 self.device,
-                int(wire),
+                shim_format(wire),
                 self._pointers(src),
                 ctypes.c_size_t(len(src)),
                 ctypes.c_float(factor),
@@ -140,14 +196,14 @@ class Codec:
         return self._chunk_of(out, wire, numel)
 
     def reduce_decode(
-        self, wire: Wire, dtype: DType, chunks: Sequence[Bytes], factor: float, numel: int
+        self, wire: Wire | Format, dtype: DType, chunks: Sequence[Bytes], factor: float, numel: int
     ) -> Numbers:
         out = self._numbers(dtype, numel)
         src = [self._moved(chunk) for chunk in chunks]
         self._check(
             self._lib.shim_reduce_decode(
                 self.device,
-                int(wire),
+                shim_format(wire),
                 int(dtype),
                 self._pointers(src),
                 ctypes.c_size_t(len(src)),
@@ -168,11 +224,11 @@ class Codec:
         copy.room[:] = array.view(np.uint8)
         return copy.room
 
-    def _chunk(self, wire: Wire, numel: int) -> Guarded:
+    def _chunk(self, wire: Wire | Format, numel: int) -> Guarded:
         # Not a byte more than the payload: the padding behind it is a guard, too.
         return Guarded(payload_bytes(wire, numel), self.offset)
 
-    def _chunk_of(self, out: Guarded, wire: Wire, numel: int) -> Bytes:
+    def _chunk_of(self, out: Guarded, wire: Wire | Format, numel: int) -> Bytes:
         out.check()
         chunk = np.zeros(encoded_bytes(wire, numel), np.uint8)
         chunk[: len(out.room)] = out.room

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,27 @@ class Wire(enum.IntEnum):
     f16 = 1
     bf16 = 2
     minmax8 = 3
+    minmax4 = 4
+    sign1 = 5
+    topk = 6
+    randomk = 7
+
+
+@dataclass(frozen=True)
+class Format:
+    """A wire and its settings."""
+
+    wire: Wire
+    keep: int = 20
+    seed: int = 0
+
+
+PLAIN = (Wire.f32, Wire.f16, Wire.bf16)
+LEVELS = {Wire.minmax8: 256, Wire.minmax4: 16}
+
+
+def format_of(wire: Wire | Format) -> Format:
+    return wire if isinstance(wire, Format) else Format(wire)
 
 
 def word_type(dtype: DType) -> type[np.float32] | type[np.uint16]:
@@ -43,13 +65,32 @@ def block_count(numel: int) -> int:
     return -(-numel // BLOCK_ELEMS)
 
 
-def payload_bytes(wire: Wire, numel: int) -> int:
-    if wire is Wire.minmax8:
-        return 8 * block_count(numel) + numel
-    return numel * (4 if wire is Wire.f32 else 2)
+def kept_of(keep: int, n: int) -> int:
+    """How many of a block of n numbers topk and randomk keep."""
+    return -(-keep * n // BLOCK_ELEMS)
 
 
-def encoded_bytes(wire: Wire, numel: int) -> int:
+def blocks_of(numel: int) -> list[slice]:
+    return [slice(i, min(i + BLOCK_ELEMS, numel)) for i in range(0, numel, BLOCK_ELEMS)]
+
+
+def payload_bytes(wire: Wire | Format, numel: int) -> int:
+    format = format_of(wire)
+    # Not a sum over blocks: some tests ask for very large sizes.
+    kept = numel // BLOCK_ELEMS * format.keep + kept_of(format.keep, numel % BLOCK_ELEMS)
+    return {
+        Wire.f32: 4 * numel,
+        Wire.f16: 2 * numel,
+        Wire.bf16: 2 * numel,
+        Wire.minmax8: 8 * block_count(numel) + numel,
+        Wire.minmax4: 8 * block_count(numel) + -(-numel // 2),
+        Wire.sign1: 4 * block_count(numel) + -(-numel // 8),
+        Wire.topk: 6 * kept,
+        Wire.randomk: 4 * kept,
+    }[format.wire]
+
+
+def encoded_bytes(wire: Wire | Format, numel: int) -> int:
     return -(-payload_bytes(wire, numel) // 16) * 16
 
 
@@ -85,13 +126,13 @@ def narrow(dtype: DType, x: Floats) -> Numbers:
     return words.astype(np.uint16)
 
 
-def grid_of(x: Floats) -> tuple[np.float32, np.float32]:
+def grid_of(levels: int, x: Floats) -> tuple[np.float32, np.float32]:
     """Base and scale of one block: rules 1 to 4 of the header."""
     if not np.all(np.abs(x) < OVERFLOW):
         return QUIET_NAN, np.float32(0)
     mn, mx = x.min(), x.max()
     spans_zero = bool(mn <= 0 <= mx)
-    step = (mx - mn) / np.float32(254 if spans_zero else 255)
+    step = (mx - mn) / np.float32(levels - 2 if spans_zero else levels - 1)
     if step < LEAST_STEP:
         return (np.float32(0) if spans_zero else mn), np.float32(0)
     scale = ((step.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(np.float32)
@@ -100,42 +141,145 @@ def grid_of(x: Floats) -> tuple[np.float32, np.float32]:
     return np.rint(mn * (np.float32(1) / scale)) * scale + np.float32(0), scale
 
 
-def encode_block(x: Floats) -> tuple[np.float32, np.float32, Bytes]:
-    base, scale = grid_of(x)
+def levels_of(levels: int, x: Floats) -> tuple[np.float32, np.float32, Bytes]:
+    base, scale = grid_of(levels, x)
     if scale == 0:
         return base, scale, np.zeros(len(x), np.uint8)
     inv = np.float32(1) / scale
-    return base, scale, np.clip(np.rint((x - base) * inv), 0, 255).astype(np.uint8)
+    return base, scale, np.clip(np.rint((x - base) * inv), 0, levels - 1).astype(np.uint8)
 
 
-def encode(wire: Wire, dtype: DType, numbers: Numbers) -> Bytes:
-    chunk = np.zeros(encoded_bytes(wire, len(numbers)), np.uint8)
-    if wire is not Wire.minmax8:
-        kept = numbers if wire.name == dtype.name else narrow(DType[wire.name], widen(dtype, numbers))
-        chunk[: payload_bytes(wire, len(numbers))] = kept.view(np.uint8)
-        return chunk
-    x = widen(dtype, numbers)
-    headers = chunk[: 8 * block_count(len(x))].view(np.float32)
-    for block in range(block_count(len(x))):
-        part = slice(block * BLOCK_ELEMS, min((block + 1) * BLOCK_ELEMS, len(x)))
-        base, scale, q = encode_block(x[part])
-        headers[2 * block : 2 * block + 2] = base, scale
-        chunk[8 * block_count(len(x)) + part.start :][: len(q)] = q
+def sign_scale(x: Floats) -> np.float32:
+    sums = np.zeros(BLOCK_ELEMS, np.float32)
+    sums[: len(x)] = np.abs(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return sums[0] / np.float32(len(x)) if np.isfinite(sums[0]) else QUIET_NAN
+
+
+def top_places(x: Floats, kept: int) -> npt.NDArray[np.intp]:
+    magnitudes = np.where(np.isnan(x), 0x7F800001, x.view(np.uint32) & 0x7FFFFFFF).astype(np.int64)
+    return np.sort(np.argsort(-magnitudes, kind="stable")[:kept])
+
+
+def random_places(seed: int, block: int, n: int, kept: int) -> list[int]:
+    mask64 = 2**64 - 1
+
+    def mixed(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask64
+        return z ^ z >> 31
+
+    step = 0x9E3779B97F4A7C15
+    start = mixed(seed + step & mask64) + block
+    rounds = [mixed(start + step * i & mask64) for i in (1, 2, 3, 4)]
+    bits = (n - 1).bit_length()
+
+    def once(x: int) -> int:
+        for random in rounds:
+            x = x * (random & 0xFFFFFFFF | 1) + (random >> 32) & (1 << bits) - 1
+            x ^= x >> (bits + 1) // 2
+        return x
+
+    places = []
+    for place in range(kept):
+        x = once(place)
+        while x >= n:
+            x = once(x)
+        places.append(x)
+    return places
+
+
+def kept_values(x: Floats) -> Floats:
+    return np.where(np.isnan(x), QUIET_NAN, np.where(x == 0, np.float32(0), x)).astype(np.float32)
+
+
+def encode_block(format: Format, block: int, x: Floats) -> tuple[bytes, bytes]:
+    """What one block adds to the first and to the second part of the chunk."""
+    if format.wire in LEVELS:
+        base, scale, q = levels_of(LEVELS[format.wire], x)
+        if format.wire is Wire.minmax4:
+            even = np.append(q, np.zeros(len(q) % 2, np.uint8)).reshape(-1, 2)
+            q = even[:, 0] | even[:, 1] << 4
+        return np.array([base, scale], np.float32).tobytes(), q.tobytes()
+    if format.wire is Wire.sign1:
+        scale = sign_scale(x)
+        signs = (x < 0) & np.isfinite(scale)
+        return np.array([scale]).tobytes(), np.packbits(signs, bitorder="little").tobytes()
+    kept = kept_of(format.keep, len(x))
+    if format.wire is Wire.topk:
+        places = top_places(x, kept)
+        return kept_values(x[places]).tobytes(), places.astype(np.uint16).tobytes()
+    places = random_places(format.seed, block, len(x), kept)
+    values = kept_values(x[places]) if np.all(np.isfinite(x)) else np.full(kept, QUIET_NAN)
+    return values.tobytes(), b""
+
+
+def encode(wire: Wire | Format, dtype: DType, numbers: Numbers) -> Bytes:
+    format = format_of(wire)
+    chunk = np.zeros(encoded_bytes(format, len(numbers)), np.uint8)
+    if format.wire in PLAIN:
+        name = format.wire.name
+        kept = numbers if name == dtype.name else narrow(DType[name], widen(dtype, numbers))
+        payload = kept.tobytes()
+    else:
+        x = widen(dtype, numbers)
+        parts = [encode_block(format, block, x[part]) for block, part in enumerate(blocks_of(len(x)))]
+        payload = b"".join(first for first, _ in parts) + b"".join(second for _, second in parts)
+    chunk[: len(payload)] = np.frombuffer(payload, np.uint8)
     return chunk
 
 
-def decode(wire: Wire, dtype: DType, chunk: Bytes, numel: int) -> Numbers:
-    if wire is not Wire.minmax8:
-        kept = chunk[: payload_bytes(wire, numel)].view(word_type(DType[wire.name]))
-        return kept if wire.name == dtype.name else narrow(dtype, widen(DType[wire.name], kept))
-    headers = chunk[: 8 * block_count(numel)].view(np.float32)
+def decode_sparse(format: Format, chunk: Bytes, numel: int) -> Floats:
+    parts = blocks_of(numel)
+    counts = [kept_of(format.keep, part.stop - part.start) for part in parts]
+    values = chunk[: 4 * sum(counts)].view(np.float32)
+    if format.wire is Wire.topk:
+        places = chunk[4 * sum(counts) : 6 * sum(counts)].view(np.uint16).astype(np.intp)
+    else:
+        drawn = [
+            random_places(format.seed, block, part.stop - part.start, counts[block])
+            for block, part in enumerate(parts)
+        ]
+        places = np.concatenate([np.array(some, np.intp) for some in drawn])
+    x = np.zeros(numel, np.float32)
+    x[np.repeat([part.start for part in parts], counts) + places] = values
+    return x
+
+
+def decode(wire: Wire | Format, dtype: DType, chunk: Bytes, numel: int) -> Numbers:
+    format = format_of(wire)
+    if format.wire in PLAIN:
+        name = format.wire.name
+        kept = chunk[: payload_bytes(format, numel)].view(word_type(DType[name]))
+        return kept if name == dtype.name else narrow(dtype, widen(DType[name], kept))
+    if format.wire in (Wire.topk, Wire.randomk):
+        return narrow(dtype, decode_sparse(format, chunk, numel))
+    headers = chunk[: (4 if format.wire is Wire.sign1 else 8) * block_count(numel)].view(np.float32)
+    payload = chunk[headers.nbytes : payload_bytes(format, numel)]
+    if format.wire is Wire.sign1:
+        bits = np.unpackbits(payload, bitorder="little")[:numel].astype(np.uint32)
+        scales = np.repeat(headers, BLOCK_ELEMS)[:numel]
+        return narrow(dtype, (scales.view(np.uint32) ^ bits << 31).view(np.float32))
     base = np.repeat(headers[0::2], BLOCK_ELEMS)[:numel]
     scale = np.repeat(headers[1::2], BLOCK_ELEMS)[:numel]
-    q = chunk[8 * block_count(numel) :][:numel].astype(np.float32)
-    return narrow(dtype, base + q * scale)
+    if format.wire is Wire.minmax4:
+        payload = np.stack([payload & 15, payload >> 4], axis=1).reshape(-1)[:numel]
+    return narrow(dtype, base + payload.astype(np.float32) * scale)
 
 
-def reduced(wire: Wire, chunks: Sequence[Bytes], factor: float, numel: int) -> Floats:
+def encode_with_residual(
+    wire: Wire | Format, dtype: DType, numbers: Numbers, residual: Floats
+) -> tuple[Bytes, Floats]:
+    with np.errstate(all="ignore"):
+        x = widen(dtype, numbers) + residual
+        chunk = encode(wire, DType.f32, x)
+        left = x - decode(wire, DType.f32, chunk, len(x)).view(np.float32)
+    return chunk, np.where(np.isfinite(left), left, residual).astype(np.float32)
+
+
+def reduced(wire: Wire | Format, chunks: Sequence[Bytes], factor: float, numel: int) -> Floats:
     """factor * (chunks[0] + chunks[1] + ...) in that order, in fp32."""
     with np.errstate(all="ignore"):
         total = decode(wire, DType.f32, chunks[0], numel).view(np.float32)

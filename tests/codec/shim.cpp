@@ -24,7 +24,16 @@ int caught(Call call) {
 }
 
 codec::Exec execOf(int device) { return {static_cast<codec::Device>(device), nullptr}; }
-codec::Wire wireOf(int wire) { return static_cast<codec::Wire>(wire); }
+
+struct ShimFormat {
+  int wire;
+  unsigned keep;
+  unsigned long long seed;
+};
+
+codec::Format formatOf(ShimFormat format) {
+  return {static_cast<codec::Wire>(format.wire), format.keep, format.seed};
+}
 codec::DType dtypeOf(int dtype) { return static_cast<codec::DType>(dtype); }
 
 }  // namespace
@@ -34,25 +43,35 @@ extern "C" {
 const char* shim_error() { return lastError; }
 const char* shim_path() { return codec::cpuPath(); }
 int shim_use_path(const char* name) { return codec::usePath(name) ? 1 : 0; }
-size_t shim_encoded_bytes(int wire, size_t numel) { return codec::encodedBytes(wireOf(wire), numel); }
-
-int shim_encode(int device, int wire, int dtype, const void* src, size_t numel, void* dst) {
-  return caught([&] { codec::encode(execOf(device), wireOf(wire), dtypeOf(dtype), src, numel, dst); });
+int shim_encoded_bytes(ShimFormat format, size_t numel, size_t* bytes) {
+  return caught([&] { *bytes = codec::encodedBytes(formatOf(format), numel); });
 }
 
-int shim_decode(int device, int wire, int dtype, const void* src, size_t numel, void* dst) {
-  return caught([&] { codec::decode(execOf(device), wireOf(wire), dtypeOf(dtype), src, numel, dst); });
+int shim_encode(int device, ShimFormat format, int dtype, const void* src, size_t numel, void* dst) {
+  return caught([&] { codec::encode(execOf(device), formatOf(format), dtypeOf(dtype), src, numel, dst); });
 }
 
-int shim_reduce_encode(int device, int wire, const void* const* src, size_t count, float scale, size_t numel,
-                       void* dst) {
-  return caught([&] { codec::reduceEncode(execOf(device), wireOf(wire), src, count, scale, numel, dst); });
-}
-
-int shim_reduce_decode(int device, int wire, int dtype, const void* const* src, size_t count, float scale,
-                       size_t numel, void* dst) {
+int shim_encode_with_residual(int device, ShimFormat format, int dtype, const void* src, float* residual,
+                              size_t numel, void* dst) {
   return caught([&] {
-    codec::reduceDecode(execOf(device), wireOf(wire), dtypeOf(dtype), src, count, scale, numel, dst);
+    codec::encodeWithResidual(execOf(device), formatOf(format), dtypeOf(dtype), src, residual, numel, dst);
+  });
+}
+
+int shim_decode(int device, ShimFormat format, int dtype, const void* src, size_t numel, void* dst) {
+  return caught([&] { codec::decode(execOf(device), formatOf(format), dtypeOf(dtype), src, numel, dst); });
+}
+
+int shim_reduce_encode(int device, ShimFormat format, const void* const* src, size_t count, float scale,
+                       size_t numel, void* dst) {
+  return caught(
+      [&] { codec::reduceEncode(execOf(device), formatOf(format), src, count, scale, numel, dst); });
+}
+
+int shim_reduce_decode(int device, ShimFormat format, int dtype, const void* const* src, size_t count,
+                       float scale, size_t numel, void* dst) {
+  return caught([&] {
+    codec::reduceDecode(execOf(device), formatOf(format), dtypeOf(dtype), src, count, scale, numel, dst);
   });
 }
 

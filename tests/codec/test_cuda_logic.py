@@ -12,7 +12,7 @@ import pytest
 
 from tests.codec import native, numbers, reference
 from tests.codec.native import Codec
-from tests.codec.reference import DType, Wire
+from tests.codec.reference import DType, Format, Wire
 from tests.codec.test_reduce import assert_same_chunk, assert_same_numbers
 
 SIZES = (1, 3, 70, 2047, 2048, 2048 + 6, 3 * 2048 + 1025)
@@ -49,6 +49,30 @@ def test_the_kernels_encode_and_decode_as_the_reference(cuda: Codec, wire: Wire,
             np.testing.assert_array_equal(
                 got.view(np.uint8), reference.decode(wire, dtype, chunk, numel).view(np.uint8)
             )
+
+
+@pytest.mark.parametrize("wire", Wire)
+def test_the_kernels_carry_the_residual(cuda: Codec, wire: Wire) -> None:
+    for numel in SIZES[1:5]:
+        for x in samples(numel, seed=numel)[::3]:
+            residual = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
+            chunk, left = cuda.encode_with_residual(wire, DType.f32, x, residual)
+            want_chunk, want_left = reference.encode_with_residual(wire, DType.f32, x, residual)
+            assert_same_chunk(wire, chunk, want_chunk)
+            np.testing.assert_array_equal(left.view(np.uint32), want_left.view(np.uint32))
+
+
+@pytest.mark.parametrize("keep", [1, 256])
+@pytest.mark.parametrize("wire", [Wire.topk, Wire.randomk])
+def test_the_kernels_keep_few_and_many(cuda: Codec, wire: Wire, keep: int) -> None:
+    format = Format(wire, keep, seed=2**63 + 5)
+    for numel in (70, 2048, 2 * 2048 + 6):
+        for x in samples(numel, seed=numel)[::2]:
+            chunk = reference.encode(format, DType.f32, x)
+            np.testing.assert_array_equal(cuda.encode(format, DType.f32, x), chunk)
+            got = cuda.decode(format, DType.f32, chunk, numel)
+            want = reference.decode(format, DType.f32, chunk, numel)
+            np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
 @pytest.mark.parametrize("wire", Wire)

@@ -13,7 +13,8 @@ from tests.codec import numbers
 
 pytestmark = pytest.mark.gpu
 
-WIRES = ("F32", "F16", "BF16", "MINMAX8")
+PLAIN = ("F32", "F16", "BF16")
+WIRES = (*PLAIN, "MINMAX8", "MINMAX4", "SIGN1", "TOPK", "RANDOMK")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTES = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
@@ -69,13 +70,25 @@ def test_a_reduction_is_the_same_on_cpu_and_cuda(extension: ModuleType, wire: st
     chunks = [extension.encode(values[k % len(values)], kind) for k in range(count)]
     want = extension.reduce_encode(chunks, kind, 1 / 3, numel)
     got = extension.reduce_encode([chunk.cuda() for chunk in chunks], kind, 1 / 3, numel).cpu()
-    if wire == "MINMAX8":
+    if wire not in PLAIN:
         assert_same_bits(got, want)
     else:
         # Which NaN a sum makes is the device's own.
         torch.testing.assert_close(
             numbers_in(got, wire), numbers_in(want, wire), rtol=0, atol=0, equal_nan=True
         )
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("numel", [3, 2048, 50_001])
+def test_a_residual_is_the_same_on_cpu_and_cuda(extension: ModuleType, wire: str, numel: int) -> None:
+    kind = getattr(extension.Wire, wire)
+    for x in samples(numel)[: len(numbers.KINDS)]:
+        residual = torch.linspace(-1, 1, numel)
+        on_device = residual.cuda()
+        chunk = extension.encode_with_residual(x, residual, kind)
+        assert_same_bits(extension.encode_with_residual(x.cuda(), on_device, kind), chunk)
+        assert_same_bits(on_device, residual)
 
 
 def test_a_chunk_of_more_than_two_to_the_31_numbers_is_encoded_to_its_end(extension: ModuleType) -> None:

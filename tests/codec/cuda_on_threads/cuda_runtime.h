@@ -4,11 +4,14 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -44,9 +47,12 @@ inline dim3 blockDim, gridDim;
 namespace cuda_on_threads {
 
 struct Meeting {
-  explicit Meeting(unsigned threads) : barrier(threads), floats(threads), flags(threads) {}
+  explicit Meeting(unsigned threads) : barrier(threads), words(threads), flags(threads) {
+    for (unsigned warp = 0; warp < threads / 32; ++warp) warps.emplace_back(32);
+  }
   std::barrier<> barrier;
-  std::vector<float> floats;
+  std::deque<std::barrier<>> warps;
+  std::vector<uint32_t> words;
   std::vector<int> flags;
 };
 inline std::unique_ptr<Meeting> meeting;
@@ -64,15 +70,22 @@ inline int __syncthreads_or(int flag) {
   return any;
 }
 
-// All threads of the block call it, so the whole block may wait.
-inline float __shfl_xor_sync(unsigned, float x, int distance) {
+// All threads of the warp call it.
+template <class Word>
+Word __shfl_xor_sync(unsigned, Word x, int distance) {
+  static_assert(sizeof(Word) == sizeof(uint32_t));
   cuda_on_threads::Meeting& meeting = *cuda_on_threads::meeting;
-  meeting.floats[threadIdx.x] = x;
-  meeting.barrier.arrive_and_wait();
-  const float other = meeting.floats[threadIdx.x ^ static_cast<unsigned>(distance)];
-  meeting.barrier.arrive_and_wait();
-  return other;
+  std::barrier<>& warp = meeting.warps[threadIdx.x / 32];
+  meeting.words[threadIdx.x] = std::bit_cast<uint32_t>(x);
+  warp.arrive_and_wait();
+  const uint32_t other = meeting.words[threadIdx.x ^ static_cast<unsigned>(distance)];
+  warp.arrive_and_wait();
+  return std::bit_cast<Word>(other);
 }
+
+inline unsigned atomicAdd(unsigned* word, unsigned x) { return std::atomic_ref(*word).fetch_add(x); }
+inline unsigned atomicOr(unsigned* word, unsigned x) { return std::atomic_ref(*word).fetch_or(x); }
+inline int __popc(unsigned x) { return std::popcount(x); }
 
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

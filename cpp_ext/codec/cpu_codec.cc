@@ -1,0 +1,162 @@
+// Walks over the blocks of a chunk; what is done with a block is in cpu_wires.h.
+#include "cpu_codec.h"
+
+#include <stdexcept>
+
+#include "cpu_wires.h"
+
+namespace baguarun::codec::cpu {
+namespace {
+
+size_t sizeOf(DType dtype) { return dtype == DType::f32 ? sizeof(float) : sizeof(uint16_t); }
+
+// Calls `use` with the wire that the format means.
+template <class Use>
+void withWire(const CpuPath& path, Format format, Use use) {
+  switch (format.wire) {
+    case Wire::f32:
+      return use(PlainWire(path, DType::f32));
+    case Wire::f16:
+      return use(PlainWire(path, DType::f16));
+    case Wire::bf16:
+      return use(PlainWire(path, DType::bf16));
+    case Wire::minmax8:
+      return use(MinMaxWire<256>(path));
+    case Wire::minmax4:
+      return use(MinMaxWire<16>(path));
+    case Wire::sign1:
+      return use(SignWire(path));
+    case Wire::topk:
+      return use(TopKWire(path, format));
+    case Wire::randomk:
+      return use(RandomKWire(path, format));
+  }
+  throw std::logic_error("codec: no such wire");
+}
+
+bool isPlain(Wire wire) { return wire == Wire::f32 || wire == Wire::f16 || wire == Wire::bf16; }
+
+// The type of the numbers in a plain wire.
+DType plainType(Wire wire) {
+  if (wire == Wire::f32) return DType::f32;
+  return wire == Wire::f16 ? DType::f16 : DType::bf16;
+}
+
+void convert(const CpuPath& path, DType from, const void* src, DType to, size_t numel, void* dst) {
+  if (from == to) {
+    if (src != dst) std::memcpy(dst, src, numel * sizeOf(to));
+  } else if (from == DType::f32) {
+    path.narrow(to, static_cast<const float*>(src), numel, dst);
+  } else if (to == DType::f32) {
+    path.widen(from, src, numel, static_cast<float*>(dst));
+  } else {
+    for (size_t block = 0; block < blockCount(numel); ++block) {
+      const Span at = spanOf(numel, block);
+      Wide wide;
+      path.widen(from, advance(src, at.first * sizeOf(from)), at.n, wide.numbers);
+      path.narrow(to, wide.numbers, at.n, advance(dst, at.first * sizeOf(to)));
+    }
+  }
+}
+
+// The numbers of a block in fp32: where they are, or widened in `room`.
+const float* numbersIn(const CpuPath& path, DType dtype, const void* src, Span at, float* room) {
+  const void* numbers = advance(src, at.first * sizeOf(dtype));
+  if (dtype == DType::f32) return static_cast<const float*>(numbers);
+  path.widen(dtype, numbers, at.n, room);
+  return room;
+}
+
+// Encodes the blocks that `numbersOf(span, room)` yields, in `room` or elsewhere, and calls `after(span,
+// numbers)` when one is written. Always one block ahead: what prepare computes last (the extremes and two
+// divisions of a grid) then costs no time of its own.
+template <class AnyWire, class NumbersOf, class After>
+void encodeBlocks(const AnyWire& wire, size_t numel, void* dst, NumbersOf numbersOf, After after) {
+  Wide room[2];
+  Span at = spanOf(numel, 0);
+  const float* numbers = numbersOf(at, room[0].numbers);
+  typename AnyWire::Prepared prepared = wire.prepare(numbers, at.n);
+  for (size_t block = 1; block <= blockCount(numel); ++block) {
+    const Span thisAt = at;
+    const float* const theseNumbers = numbers;
+    const typename AnyWire::Prepared thisPrepared = prepared;
+    if (block < blockCount(numel)) {
+      at = spanOf(numel, block);
+      numbers = numbersOf(at, room[block % 2].numbers);
+      prepared = wire.prepare(numbers, at.n);
+    }
+    wire.emit(theseNumbers, thisPrepared, thisAt, dst);
+    after(thisAt, theseNumbers);
+  }
+}
+
+void nothing(Span, const float*) {}
+
+// Writes the blocks that `fill(span, destination)` computes as numbers of `dtype`.
+template <class Fill>
+void writeBlocks(const CpuPath& path, DType dtype, size_t numel, void* dst, Fill fill) {
+  for (size_t block = 0; block < blockCount(numel); ++block) {
+    const Span at = spanOf(numel, block);
+    void* numbers = advance(dst, at.first * sizeOf(dtype));
+    if (dtype == DType::f32) {
+      fill(at, static_cast<float*>(numbers));
+      continue;
+    }
+    Wide wide;
+    fill(at, wide.numbers);
+    path.narrow(dtype, wide.numbers, at.n, numbers);
+  }
+}
+
+}  // namespace
+
+void encode(const CpuPath& path, Format format, DType dtype, const void* src, size_t numel, void* dst) {
+  if (isPlain(format.wire)) return convert(path, dtype, src, plainType(format.wire), numel, dst);
+  withWire(path, format, [&](const auto& wire) {
+    const auto numbersOf = [&](Span at, float* room) { return numbersIn(path, dtype, src, at, room); };
+    encodeBlocks(wire, numel, dst, numbersOf, nothing);
+  });
+}
+
+void encodeWithResidual(const CpuPath& path, Format format, DType dtype, const void* src, float* residual,
+                        size_t numel, void* dst) {
+  withWire(path, format, [&](const auto& wire) {
+    const auto numbersOf = [&](Span at, float* room) -> const float* {
+      path.add(numbersIn(path, dtype, src, at, room), residual + at.first, at.n, room);
+      return room;
+    };
+    const auto after = [&](Span at, const float* x) {
+      Wide decoded;
+      wire.decode(dst, at, decoded.numbers);
+      path.updateResidual(x, decoded.numbers, at.n, residual + at.first);
+    };
+    encodeBlocks(wire, numel, dst, numbersOf, after);
+  });
+}
+
+void decode(const CpuPath& path, Format format, DType dtype, const void* src, size_t numel, void* dst) {
+  if (isPlain(format.wire)) return convert(path, plainType(format.wire), src, dtype, numel, dst);
+  withWire(path, format, [&](const auto& wire) {
+    writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) { wire.decode(src, at, numbers); });
+  });
+}
+
+void reduceEncode(const CpuPath& path, Format format, Sum sum, size_t numel, void* dst) {
+  // Straight to where they belong, not by way of a room.
+  if (isPlain(format.wire)) return reduceDecode(path, format, plainType(format.wire), sum, numel, dst);
+  withWire(path, format, [&](const auto& wire) {
+    const auto numbersOf = [&](Span at, float* room) -> const float* {
+      wire.sum(sum, at, room);
+      return room;
+    };
+    encodeBlocks(wire, numel, dst, numbersOf, nothing);
+  });
+}
+
+void reduceDecode(const CpuPath& path, Format format, DType dtype, Sum sum, size_t numel, void* dst) {
+  withWire(path, format, [&](const auto& wire) {
+    writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) { wire.sum(sum, at, numbers); });
+  });
+}
+
+}  // namespace baguarun::codec::cpu

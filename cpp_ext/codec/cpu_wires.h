@@ -1,0 +1,289 @@
+// The compressing wires on the CPU, block by block, made of the loops of a path.
+//
+// Each wire has: prepare, what is to be known of a block before it is written; emit, which writes it to the
+// chunk; decode; and sum, of the same block of several chunks.
+//
+// Threads: objects live for one call.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <variant>
+
+#include "cpu_path.h"
+#include "sparse.h"
+
+namespace baguarun::codec {
+
+// One block of `numel` numbers: `n` of them, beginning with number `first`.
+struct Span {
+  size_t numel;
+  size_t block;
+  size_t first;
+  size_t n;
+};
+
+inline Span spanOf(size_t numel, size_t block) {
+  return {numel, block, block * kBlockElems, blockLength(numel, block)};
+}
+
+template <class Pointer>
+Pointer* advance(Pointer* start, size_t bytes) {
+  using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
+  return static_cast<Pointer*>(static_cast<Byte*>(start) + bytes);
+}
+
+// Item `index` of an array of T that begins `offset` bytes into a chunk.
+template <class T>
+T itemAt(const void* chunk, size_t offset, size_t index) {
+  T item;
+  std::memcpy(&item, advance(chunk, offset + index * sizeof item), sizeof item);
+  return item;
+}
+
+template <class T>
+void setItemAt(void* chunk, size_t offset, size_t index, T item) {
+  std::memcpy(advance(chunk, offset + index * sizeof item), &item, sizeof item);
+}
+
+// Room for one block in fp32.
+struct alignas(64) Wide {
+  float numbers[kBlockElems];
+};
+
+// Adds up chunks in groups of as many as a loop of a path takes. `add(src, count, first, factor)` adds
+// `count` of them.
+template <class Add>
+void sumInGroups(Sum sum, Add add) {
+  size_t done = 0;
+  for (; sum.count - done > kMostTerms; done += kMostTerms) add(sum.src + done, kMostTerms, done == 0, 1.0f);
+  add(sum.src + done, sum.count - done, done == 0, sum.scale);
+}
+
+// f32, f16, bf16.
+class PlainWire {
+ public:
+  using Prepared = std::monostate;
+  PlainWire(const CpuPath& path, DType dtype)
+      : path_(path), dtype_(dtype), size_(dtype == DType::f32 ? sizeof(float) : sizeof(uint16_t)) {}
+
+  Prepared prepare(const float*, size_t) const { return {}; }
+  void emit(const float* x, Prepared, Span at, void* chunk) const {
+    path_.narrow(dtype_, x, at.n, advance(chunk, at.first * size_));
+  }
+  void decode(const void* chunk, Span at, float* dst) const {
+    path_.widen(dtype_, advance(chunk, at.first * size_), at.n, dst);
+  }
+  void sum(Sum sum, Span at, float* dst) const { path_.sumNumbers(dtype_, sum, at.first, at.n, dst); }
+
+ private:
+  const CpuPath& path_;
+  DType dtype_;
+  size_t size_;
+};
+
+// minmax8 and minmax4: a grid of `levels` points.
+template <unsigned levels>
+class MinMaxWire {
+ public:
+  using Prepared = Grid;
+  explicit MinMaxWire(const CpuPath& path) : path_(path) {}
+
+  Prepared prepare(const float* x, size_t n) const { return path_.measure(levels, x, n); }
+
+  void emit(const float* x, Prepared grid, Span at, void* chunk) const {
+    setItemAt(chunk, 0, at.block, grid.header);
+    auto* payload = static_cast<uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
+    if constexpr (levels == 256) {
+      path_.quantise(x, at.n, grid, payload);
+    } else {
+      alignas(64) uint8_t q[kBlockElems];
+      path_.quantise(x, at.n, grid, q);
+      path_.packLevels(q, at.n, payload);
+    }
+  }
+
+  void decode(const void* chunk, Span at, float* dst) const {
+    Bytes room;
+    path_.decodeLevels(levelsIn(chunk, at, room), at.n, dst);
+  }
+
+  void sum(Sum sum, Span at, float* dst) const {
+    sumInGroups(sum, [&](const void* const* src, size_t count, bool first, float factor) {
+      Levels blocks[kMostTerms];
+      Bytes rooms[kMostTerms];
+      for (size_t k = 0; k < count; ++k) blocks[k] = levelsIn(src[k], at, rooms[k]);
+      path_.sumLevels(blocks, count, first, factor, at.n, dst);
+    });
+  }
+
+ private:
+  // Levels that were packed, one per byte.
+  struct alignas(64) Unpacked {
+    uint8_t q[kBlockElems];
+  };
+  using Bytes = std::conditional_t<levels == 256, std::monostate, Unpacked>;
+
+  Levels levelsIn(const void* chunk, Span at, [[maybe_unused]] Bytes& room) const {
+    const auto* payload = static_cast<const uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
+    if constexpr (levels != 256) {
+      path_.unpackLevels(payload, at.n, room.q);
+      payload = room.q;
+    }
+    return {itemAt<Header>(chunk, 0, at.block), payload};
+  }
+
+  const CpuPath& path_;
+};
+
+class SignWire {
+ public:
+  using Prepared = float;
+  explicit SignWire(const CpuPath& path) : path_(path) {}
+
+  Prepared prepare(const float* x, size_t n) const { return signScale(path_.sumMagnitudes(x, n), n); }
+
+  void emit(const float* x, Prepared scale, Span at, void* chunk) const {
+    setItemAt(chunk, 0, at.block, scale);
+    auto* bits = static_cast<uint8_t*>(chunk) + signsOffset(at.numel, at.block);
+    if (isFinite(scale)) {
+      path_.takeSigns(x, at.n, bits);
+    } else {
+      std::memset(bits, 0, (at.n + 7) / 8);
+    }
+  }
+
+  void decode(const void* chunk, Span at, float* dst) const {
+    path_.decodeSigns(signsIn(chunk, at), at.n, dst);
+  }
+
+  void sum(Sum sum, Span at, float* dst) const {
+    sumInGroups(sum, [&](const void* const* src, size_t count, bool first, float factor) {
+      Signs blocks[kMostTerms];
+      for (size_t k = 0; k < count; ++k) blocks[k] = signsIn(src[k], at);
+      path_.sumSigns(blocks, count, first, factor, at.n, dst);
+    });
+  }
+
+ private:
+  Signs signsIn(const void* chunk, Span at) const {
+    return {itemAt<float>(chunk, 0, at.block),
+            static_cast<const uint8_t*>(chunk) + signsOffset(at.numel, at.block)};
+  }
+
+  const CpuPath& path_;
+};
+
+// Calls `use(place, value)` for the numbers of a block that were kept; `placeOf(j)` says where number j lies.
+template <class PlaceOf, class Use>
+void forKept(const void* chunk, Span at, uint32_t keep, PlaceOf placeOf, Use use) {
+  for (uint32_t j = 0; j < keptOf(keep, at.n); ++j) {
+    const uint32_t place = placeOf(j);
+    if (place < at.n) use(place, itemAt<float>(chunk, 0, at.block * keep + j));
+  }
+}
+
+inline void scaleBy(float factor, size_t n, float* x) {
+  for (size_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+class TopKWire {
+  auto placesIn(const void* chunk, Span at) const {
+    return [offset = placesOffset(at), first = at.block * keep_, chunk](uint32_t j) -> uint32_t {
+      return itemAt<uint16_t>(chunk, offset, first + j);
+    };
+  }
+
+ public:
+  using Prepared = std::monostate;
+  TopKWire(const CpuPath& path, Format format) : path_(path), keep_(format.keep) {}
+
+  Prepared prepare(const float*, size_t) const { return {}; }
+
+  void emit(const float* x, Prepared, Span at, void* chunk) const {
+    const size_t kept = keptOf(keep_, at.n);
+    uint64_t ranks[kBlockElems];
+    const size_t count = path_.candidates(x, at.n, kept, ranks);
+    const uint64_t lowest = keptRank(ranks, count, kept);
+    size_t j = at.block * keep_;
+    for (size_t i = 0; i < count; ++i) {
+      if (ranks[i] < lowest) continue;
+      const size_t place = indexOf(ranks[i]);
+      setItemAt(chunk, 0, j, keptValue(x[place]));
+      setItemAt(chunk, placesOffset(at), j, static_cast<uint16_t>(place));
+      ++j;
+    }
+  }
+
+  void decode(const void* chunk, Span at, float* dst) const {
+    std::fill_n(dst, at.n, 0.0f);
+    forKept(chunk, at, keep_, placesIn(chunk, at), [&](uint32_t place, float x) { dst[place] = x; });
+  }
+
+  void sum(Sum sum, Span at, float* dst) const {
+    std::fill_n(dst, at.n, 0.0f);
+    for (size_t k = 0; k < sum.count; ++k) {
+      const void* chunk = sum.src[k];
+      forKept(chunk, at, keep_, placesIn(chunk, at), [&](uint32_t place, float x) { dst[place] += x; });
+    }
+    scaleBy(sum.scale, at.n, dst);
+  }
+
+ private:
+  size_t placesOffset(Span at) const { return keptInAll(keep_, at.numel) * sizeof(float); }
+
+  // The `kept`-highest of the ranks.
+  static uint64_t keptRank(const uint64_t* ranks, size_t count, size_t kept) {
+    uint64_t sorted[kBlockElems];
+    // For GCC's warning: it cannot know that count >= kept.
+    sorted[kept - 1] = 0;
+    std::copy_n(ranks, count, sorted);
+    std::nth_element(sorted, sorted + kept - 1, sorted + count, std::greater<>());
+    return sorted[kept - 1];
+  }
+
+  const CpuPath& path_;
+  uint32_t keep_;
+};
+
+class RandomKWire {
+ public:
+  using Prepared = std::monostate;
+  RandomKWire(const CpuPath& path, Format format) : path_(path), keep_(format.keep), seed_(format.seed) {}
+
+  Prepared prepare(const float*, size_t) const { return {}; }
+
+  void emit(const float* x, Prepared, Span at, void* chunk) const {
+    const bool finite = path_.allFinite(x, at.n);
+    const RandomOrder order(seed_, at.block, at.n);
+    for (uint32_t j = 0; j < keptOf(keep_, at.n); ++j) {
+      setItemAt(chunk, 0, at.block * keep_ + j, finite ? keptValue(x[order.at(j)]) : floatOf(kQuietNan));
+    }
+  }
+
+  void decode(const void* chunk, Span at, float* dst) const {
+    std::fill_n(dst, at.n, 0.0f);
+    const RandomOrder order(seed_, at.block, at.n);
+    const auto placeOf = [&](uint32_t j) { return order.at(j); };
+    forKept(chunk, at, keep_, placeOf, [&](uint32_t place, float x) { dst[place] = x; });
+  }
+
+  void sum(Sum sum, Span at, float* dst) const {
+    std::fill_n(dst, at.n, 0.0f);
+    const RandomOrder order(seed_, at.block, at.n);
+    uint32_t places[kMostKept];
+    for (uint32_t j = 0; j < keptOf(keep_, at.n); ++j) places[j] = order.at(j);
+    const auto placeOf = [&](uint32_t j) { return places[j]; };
+    for (size_t k = 0; k < sum.count; ++k) {
+      forKept(sum.src[k], at, keep_, placeOf, [&](uint32_t place, float x) { dst[place] += x; });
+    }
+    scaleBy(sum.scale, at.n, dst);
+  }
+
+ private:
+  const CpuPath& path_;
+  uint32_t keep_;
+  uint64_t seed_;
+};
+
+}  // namespace baguarun::codec

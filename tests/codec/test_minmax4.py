@@ -1,0 +1,77 @@
+"""What differs from minmax8: 15 steps, and two numbers in a byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.codec import numbers, reference
+from tests.codec.native import Codec
+from tests.codec.reference import BLOCK_ELEMS, DType, Floats, Wire, blocks_of
+
+MINMAX4 = Wire.minmax4
+
+
+def decoded(codec: Codec, x: Floats) -> Floats:
+    return codec.decode(MINMAX4, DType.f32, codec.encode(MINMAX4, DType.f32, x), len(x)).view(np.float32)
+
+
+@pytest.mark.parametrize("dtype", DType)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_chunks_and_numbers_have_the_bits_of_the_reference(
+    codec: Codec, dtype: DType, data: st.DataObject
+) -> None:
+    x = data.draw(numbers.of_dtype(dtype))
+    chunk = codec.encode(MINMAX4, dtype, x)
+    np.testing.assert_array_equal(chunk, reference.encode(MINMAX4, dtype, x))
+    got = codec.decode(MINMAX4, dtype, chunk, len(x))
+    want = reference.decode(MINMAX4, dtype, chunk, len(x))
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=numbers.finite())
+def test_no_number_is_off_by_more_than_half_a_step(codec: Codec, x: Floats) -> None:
+    got = decoded(codec, x).astype(np.float64)
+    headers = codec.encode(MINMAX4, DType.f32, x).view(np.float32)
+    for block, part in enumerate(blocks_of(len(x))):
+        scale = np.float64(headers[2 * block + 1])
+        error = np.abs(got[part] - x[part].astype(np.float64)).max()
+        if scale == 0:
+            assert error <= np.float64(x[part].max()) - np.float64(x[part].min()) < 2.0**-122
+        else:
+            assert error <= scale * (0.5 + 2.0**-14) + np.spacing(np.abs(x[part]).max())
+
+
+@settings(max_examples=40, deadline=None)
+@given(x=numbers.finite())
+def test_zero_stays_exactly_zero_whatever_surrounds_it(codec: Codec, x: Floats) -> None:
+    x[::3] = 0
+    x[1::5] = -0.0
+    assert np.all(decoded(codec, x)[x == 0].view(np.uint32) == 0)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.7, 1e-40, 8e37])
+@pytest.mark.parametrize("numel", [1, 5, 64, 2049])
+def test_a_constant_block_is_exact(codec: Codec, value: float, numel: int) -> None:
+    np.testing.assert_array_equal(decoded(codec, np.full(numel, value, np.float32)), np.float32(value))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("numel", [3, 2048, 2048 + 70])
+def test_an_overflow_turns_its_whole_block_into_nan(codec: Codec, bad: float, numel: int) -> None:
+    x = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
+    x[-1] = bad
+    got = decoded(codec, x)
+    last = (numel - 1) // BLOCK_ELEMS * BLOCK_ELEMS
+    assert np.isnan(got[last:]).all()
+    assert np.isfinite(got[:last]).all()
+
+
+def test_two_numbers_take_a_byte(codec: Codec) -> None:
+    for numel in [0, 1, 2, 3, 2048, 2049, 2**33 + 1]:
+        payload = 8 * reference.block_count(numel) + (numel + 1) // 2
+        assert codec.encoded_bytes(MINMAX4, numel) == -(-payload // 16) * 16
