@@ -29,6 +29,12 @@ class Wire(enum.Enum):
     BF16 = "BF16"
     MINMAX8 = "MINMAX8"
     """One byte per number on a grid between the least and the greatest of each block of 2048."""
+    MINMAX4 = "MINMAX4"
+    """As MINMAX8 with half a byte per number."""
+    SIGN1 = "SIGN1"
+    """The sign of each number, and the mean magnitude of each block of 2048. Biased: wants error feedback."""
+    TOPK = "TOPK"
+    """The 20 numbers of greatest magnitude of each block of 2048. Biased: wants error feedback."""
 
 
 @dataclass(frozen=True, kw_only=True)
