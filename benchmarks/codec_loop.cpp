@@ -9,6 +9,8 @@
 #include <cstring>
 #include <new>
 #include <random>
+#include <string>
+#include <utility>
 
 #include "codec.h"
 
@@ -18,6 +20,11 @@ namespace {
 
 constexpr codec::Exec kCpu{codec::Device::cpu, nullptr};
 constexpr size_t kInputs = 4;
+// topk and randomk keep 1 % of the numbers.
+constexpr std::pair<const char*, codec::Format> kCompressing[] = {
+    {"minmax8", codec::Wire::minmax8}, {"minmax4", codec::Wire::minmax4}, {"sign1", codec::Wire::sign1},
+    {"topk", codec::Wire::topk},       {"randomk", codec::Wire::randomk},
+};
 
 // Memory on huge pages where the system grants them: page size alone moves memcpy by 1.4 times.
 class Buffer {
@@ -62,31 +69,39 @@ void measure(size_t numel, int rounds) {
   for (size_t i = 0; i < numel; ++i) x[i] = normal(random);
   std::memcpy(other.get(), x, bytes);
 
-  Buffer chunk0(bytes), chunk1(bytes), chunk2(bytes), chunk3(bytes);
+  Buffer residual(bytes), chunk0(bytes), chunk1(bytes), chunk2(bytes), chunk3(bytes);
   const void* chunks[kInputs] = {chunk0.get(), chunk1.get(), chunk2.get(), chunk3.get()};
   const void* floats[2] = {x, other.get()};
-  for (const void* chunk : chunks) {
-    codec::encode(kCpu, codec::Wire::minmax8, codec::DType::f32, x, numel, const_cast<void*>(chunk));
-  }
 
   const auto report = [&](const char* path, const char* name, auto call) {
     call();
     std::printf("%s %s %zu %.1f\n", path, name, numel, bestNs(rounds, calls, call));
+  };
+  const auto reportWire = [&](const char* path, const std::string& wire, codec::Format format) {
+    for (const void* chunk : chunks) {
+      codec::encode(kCpu, format, codec::DType::f32, x, numel, const_cast<void*>(chunk));
+    }
+    std::memset(residual.get(), 0, bytes);
+    report(path, (wire + "-encode").c_str(),
+           [&] { codec::encode(kCpu, format, codec::DType::f32, x, numel, out.get()); });
+    report(path, (wire + "-encode-residual").c_str(), [&] {
+      codec::encodeWithResidual(kCpu, format, codec::DType::f32, x, static_cast<float*>(residual.get()),
+                                numel, out.get());
+    });
+    report(path, (wire + "-decode").c_str(),
+           [&] { codec::decode(kCpu, format, codec::DType::f32, chunks[0], numel, out.get()); });
+    report(path, (wire + "-reduce4-encode").c_str(),
+           [&] { codec::reduceEncode(kCpu, format, chunks, kInputs, 0.25f, numel, out.get()); });
+    report(path, (wire + "-reduce4-decode").c_str(), [&] {
+      codec::reduceDecode(kCpu, format, codec::DType::f32, chunks, kInputs, 0.25f, numel, out.get());
+    });
   };
   report("-", "memcpy", [&] { std::memcpy(out.get(), x, bytes); });
   for (const char* path : {"avx512", "avx2", "portable"}) {
     if (!codec::usePath(path)) continue;
     using codec::DType;
     using codec::Wire;
-    report(path, "minmax8-encode",
-           [&] { codec::encode(kCpu, Wire::minmax8, DType::f32, x, numel, out.get()); });
-    report(path, "minmax8-decode",
-           [&] { codec::decode(kCpu, Wire::minmax8, DType::f32, chunks[0], numel, out.get()); });
-    report(path, "minmax8-reduce4-encode",
-           [&] { codec::reduceEncode(kCpu, Wire::minmax8, chunks, kInputs, 0.25f, numel, out.get()); });
-    report(path, "minmax8-reduce4-decode", [&] {
-      codec::reduceDecode(kCpu, Wire::minmax8, DType::f32, chunks, kInputs, 0.25f, numel, out.get());
-    });
+    for (const auto& [name, format] : kCompressing) reportWire(path, name, format);
     report(path, "f16-encode", [&] { codec::encode(kCpu, Wire::f16, DType::f32, x, numel, out.get()); });
     report(path, "bf16-encode", [&] { codec::encode(kCpu, Wire::bf16, DType::f32, x, numel, out.get()); });
     report(path, "f32-reduce2-in-place",
