@@ -20,6 +20,8 @@ from baguarun.errors import UsageError
 class DistributedDataParallel(nn.Module):
     """Wraps `module` so that every backward leaves the combined gradients of all ranks in `grad`.
 
+    Algorithms that exchange weights leave gradients alone and work around the steps of `optimizers` instead.
+
     Arguments have torch's names, order and meaning; ours are `optimizers` (whose state, if any, starts as
     rank 0's) and `algorithm`, a name or an `Algorithm` (None: what `baguarun run --algorithm` says, else
     gradient_allreduce). Gradients are always views of the buckets. Collective over the process group to
@@ -85,6 +87,18 @@ class DistributedDataParallel(nn.Module):
     def stats(self) -> CommunicationStats:
         """What this model's communication has cost so far, on this rank."""
         return self._session.stats()
+
+    def algorithm_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep of the algorithm (DiLoCo's outer weights, counts of steps).
+
+        Empty for those that have nothing to keep. Take it after optimizer.step(); the tensors are copies. It
+        is the same on all ranks.
+        """
+        return self._session.algorithm_state_dict()
+
+    def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `algorithm_state_dict`. On all ranks, after `load_state_dict` of the model."""
+        self._session.load_algorithm_state_dict(state)
 
     def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise UsageError(

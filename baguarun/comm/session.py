@@ -14,9 +14,12 @@ from torch import nn
 
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
-from baguarun.comm.algorithms.base import WIRE_OF_DTYPE, OperationKind
+from baguarun.comm.algorithms.base import WIRE_OF_DTYPE, Operation, OperationKind
+from baguarun.comm.algorithms.stepper import StepContext, Stepper
+from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
 KIB, MIB = 2**10, 2**20
@@ -38,7 +41,7 @@ class SessionSettings:
     static_graph: bool = False
     """The graph never changes: learn from the first step which parameters get gradients, and how often."""
     broadcast_buffers: bool = True
-    """Overwrite the buffers by rank 0's before forward."""
+    """Overwrite the buffers by rank 0's before forward, as often as the algorithm has ranks in step."""
     init_sync: bool = True
     """Overwrite parameters, buffers and optimizer state by rank 0's at the start."""
     share_memory: bool = True
@@ -55,8 +58,10 @@ class CommunicationStats:
 
     steps: int = 0
     """Backward passes whose gradients were communicated."""
+    weight_rounds: int = 0
+    """Exchanges of weights started."""
     bytes_sent: int = 0
-    """Bytes of gradients sent."""
+    """Bytes of gradients and weights sent."""
     buckets: int = 0
     """Buckets per step."""
     exposed_wait_s: float = 0.0
@@ -84,46 +89,70 @@ class DataParallelSession:
         self._sync_gradients = True
         self._last_forward_synced = True
         self._engine: Any = None
+        self._stepper: Stepper | None = None
+        self._boundary: StepBoundary | None = None
+        if algorithm.exchanges_weights and not optimizers:
+            raise UsageError(
+                f"{algorithm.name} exchanges weights around optimizer steps; want optimizers=[...], all that "
+                "step this model"
+            )
         parameters = trainable_parameters(module)
         self.device = parameters[0][1].device
         parent = _require_group(process_group)
         algorithm.check(read_worker_env())
-        self._buffers = (
-            [_real_view(buffer) for buffer in module.buffers()] if settings.broadcast_buffers else []
-        )
+        self._buffers: list[torch.Tensor] = []
         if dist.get_world_size(parent) == 1:
             return
+        if settings.broadcast_buffers:
+            self._buffers = [_real_view(buffer) for buffer in module.buffers()]
         extension = load_extension()
         self._broadcast_coalesced = extension.broadcast_coalesced
         # Before the engine's group is made: ranks that differ would make different ones.
         require_same(self._declare(module), parent, self.device)
-        arena_bytes = self._arena_bytes(parameters)
+        operations = self._operations(parameters)
+        exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
+        arena_bytes = self._arena_bytes(exchanged, operations)
         self._group = engine_group(parent, self.device, arena_bytes=arena_bytes)
         if settings.init_sync:
             self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
             self._broadcast([_real_view(buffer) for buffer in module.buffers()])
             _broadcast_optimizer_state(optimizers, self._group)
-        self._engine = self._make_engine(extension, parameters, arena_bytes)
+        if algorithm.exchanges_weights:
+            context = StepContext(weights=FlatWeights(parameters), group=self._group)
+            self._stepper = algorithm.make_stepper(context)
+            self._boundary = StepBoundary(self._stepper, optimizers)
+        if exchanged:
+            self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
+
+    @property
+    def stepper(self) -> Stepper | None:
+        """What the algorithm does around steps; None if nothing, or in a World of one."""
+        return self._stepper
 
     def before_forward(self) -> None:
         """Raise what the last step left to raise; overwrite buffers by rank 0's."""
-        if self._engine is None:
-            return
+        if self._boundary is not None:
+            self._boundary.before_forward()
         syncing = torch.is_grad_enabled() and self._sync_gradients
-        if torch.is_grad_enabled():
-            self._engine.before_forward(syncing)
-        if self._buffers and (syncing or self._last_forward_synced):
+        if torch.is_grad_enabled() and self._engine is not None:
+            self._engine.before_forward(syncing and self._sends_gradients())
+        if self._buffers and (syncing or self._last_forward_synced) and self._shares_buffers():
             self._broadcast(self._buffers)
+        if torch.is_grad_enabled() and self._stepper is not None:
+            self._stepper.before_forward()
 
     def after_forward(self, output: Any) -> None:
         """Tell the engine whether the backward of this forward communicates."""
+        syncing = torch.is_grad_enabled() and self._sync_gradients
+        if torch.is_grad_enabled():
+            self._last_forward_synced = self._sync_gradients
+        if syncing and self._boundary is not None:
+            self._boundary.after_forward(find_tensors(output))
         if self._engine is None:
             return
-        if torch.is_grad_enabled() and self._sync_gradients:
-            self._last_forward_synced = True
+        if syncing and self._sends_gradients():
             self._engine.after_forward(list(find_tensors(output)) if self._engine.needs_outputs() else [])
         else:
-            self._last_forward_synced = False if torch.is_grad_enabled() else self._last_forward_synced
             self._engine.after_local_forward()
 
     @contextmanager
@@ -138,39 +167,79 @@ class DataParallelSession:
 
     def stats(self) -> CommunicationStats:
         """Counters since construction."""
-        if self._engine is None:
-            return CommunicationStats()
-        found = self._engine.stats()
-        return CommunicationStats(
-            steps=found.steps,
-            bytes_sent=found.bytes_sent,
-            buckets=found.buckets,
-            exposed_wait_s=found.exposed_wait_s,
-        )
+        found = CommunicationStats()
+        if self._engine is not None:
+            counted = self._engine.stats()
+            found = CommunicationStats(
+                steps=counted.steps,
+                bytes_sent=counted.bytes_sent,
+                buckets=counted.buckets,
+                exposed_wait_s=counted.exposed_wait_s,
+            )
+        if self._stepper is not None:
+            sent = found.bytes_sent + self._stepper.bytes_sent
+            found = dataclasses.replace(found, weight_rounds=self._stepper.rounds, bytes_sent=sent)
+        return found
 
-    def _arena_bytes(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
+    def algorithm_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep of the algorithm; taken after optimizer.step()."""
+        return {} if self._stepper is None else self._stepper.state_dict()
+
+    def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, on all ranks, after the model's weights have been loaded."""
+        if self._stepper is None and state:
+            raise UsageError(
+                f"{self.algorithm.name} keeps no state here (World of one, or an algorithm without); "
+                f"found {', '.join(sorted(state))}"
+            )
+        if self._stepper is not None:
+            self._stepper.load_state_dict(state)
+
+    def _sends_gradients(self) -> bool:
+        return self._stepper is None or self._stepper.sends_gradients()
+
+    def _shares_buffers(self) -> bool:
+        return self._stepper is None or self._stepper.shares_buffers()
+
+    def _operations(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[torch.dtype, Operation]:
+        """By dtype; none for gradients that stay local."""
+        found = {
+            dtype: self.algorithm.operation(dtype, self.device)
+            for dtype in dict.fromkeys(parameter.dtype for _, parameter in parameters)
+        }
+        return {dtype: operation for dtype, operation in found.items() if operation is not None}
+
+    def _arena_bytes(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        operations: Mapping[torch.dtype, Operation],
+    ) -> int:
         """Room for all gradients that ranks of one host can reduce where they lie, each in its own bucket."""
         if self.device.type != "cpu" or not self.settings.share_memory:
             return 0
         total_bytes = 0
         for _, parameter in parameters:
-            operation = self.algorithm.operation(parameter.dtype, self.device)
+            operation = operations[parameter.dtype]
             is_plain = operation.wire is WIRE_OF_DTYPE.get(parameter.dtype)
             if operation.kind is OperationKind.SCATTER_REDUCE_GATHER and is_plain:
                 total_bytes += -(-parameter.nbytes // _BUCKET_ALIGN_BYTES) * _BUCKET_ALIGN_BYTES
         return total_bytes
 
     def _make_engine(
-        self, extension: Any, parameters: Sequence[tuple[str, nn.Parameter]], arena_bytes: int
+        self,
+        extension: Any,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        operations: Mapping[torch.dtype, Operation],
+        arena_bytes: int,
     ) -> Any:
-        specs = {}
-        for dtype in {parameter.dtype for _, parameter in parameters}:
-            operation = self.algorithm.operation(dtype, self.device)
-            specs[dtype] = extension.OperationSpec(
+        specs = {
+            dtype: extension.OperationSpec(
                 kind=getattr(extension.OperationKind, operation.kind.value),
                 wire=getattr(extension.Wire, operation.wire.value),
                 average=operation.average,
             )
+            for dtype, operation in operations.items()
+        }
         total_bytes = sum(parameter.nbytes for _, parameter in parameters)
         world_size = dist.get_world_size(self._group)
         cap_mb = self.settings.bucket_cap_mb

@@ -7,6 +7,7 @@ import difflib
 from baguarun.comm.algorithms.base import Algorithm, Operation, OperationKind, Wire
 from baguarun.comm.algorithms.bytegrad import ByteGrad
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
+from baguarun.comm.algorithms.local_sgd import LocalSGD
 from baguarun.errors import UsageError
 
 __all__ = [
@@ -14,13 +15,20 @@ __all__ = [
     "Algorithm",
     "ByteGrad",
     "GradientAllReduce",
+    "LocalSGD",
     "Operation",
     "OperationKind",
     "Wire",
     "resolve",
 ]
 
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (GradientAllReduce, ByteGrad)}
+_KINDS: tuple[type[Algorithm], ...] = (
+    GradientAllReduce,
+    ByteGrad,
+    LocalSGD,
+)
+
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in _KINDS}
 
 DEFAULT = GradientAllReduce.name
 

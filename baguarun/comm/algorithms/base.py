@@ -9,7 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.contract import WorkerEnv
+from baguarun.errors import UsageError
 
 
 class OperationKind(enum.Enum):
@@ -50,14 +52,20 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """How gradients are combined. Subclasses are frozen dataclasses whose fields are the settings."""
+    """How ranks are kept together. Subclasses are frozen dataclasses whose fields are the settings."""
 
     name: ClassVar[str]
     """What the user writes for it."""
+    exchanges_weights: ClassVar[bool] = False
+    """Whether there is something to do around optimizer steps, which `make_stepper` knows."""
 
     @abstractmethod
-    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
-        """The operation for buckets of `dtype` on `device`."""
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
+        """The operation for buckets of `dtype` on `device`; None: such gradients stay where they are."""
+
+    def make_stepper(self, context: StepContext) -> Stepper:
+        """What works around the steps of one model. Asked for if the algorithm `exchanges_weights`."""
+        raise NotImplementedError(f"{self.name} exchanges no weights")
 
     def check(self, env: WorkerEnv) -> None:
         """Raise `UsageError` if the algorithm cannot do what is asked in this place; any will do here."""
@@ -74,3 +82,12 @@ def full_precision(dtype: torch.dtype, device: torch.device, average: bool) -> O
     if wire is None or device.type != "cpu":
         return Operation(kind=OperationKind.ALL_REDUCE, average=average)
     return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=wire, average=average)
+
+
+def refuse_hierarchical(algorithm: str, hierarchical: bool | None, env: WorkerEnv) -> None:
+    """Raise `UsageError` where an exchange between nodes only would differ from one among all ranks."""
+    if hierarchical and env.num_nodes > 1 and env.local_world_size > 1:
+        raise UsageError(
+            f"{algorithm}: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} workers "
+            "is not there yet; want hierarchical=None (one flat exchange) or one worker per node"
+        )

@@ -14,9 +14,9 @@ from baguarun.comm.algorithms.base import (
     OperationKind,
     Wire,
     full_precision,
+    refuse_hierarchical,
 )
 from baguarun.contract import WorkerEnv
-from baguarun.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,4 @@ class ByteGrad(Algorithm):
         return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=Wire.MINMAX8, average=self.average)
 
     def check(self, env: WorkerEnv) -> None:
-        if self.hierarchical and env.num_nodes > 1 and env.local_world_size > 1:
-            raise UsageError(
-                f"bytegrad: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} workers "
-                "is not there yet; want hierarchical=None (one flat exchange) or one worker per node"
-            )
+        refuse_hierarchical(self.name, self.hierarchical, env)

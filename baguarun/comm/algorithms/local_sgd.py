@@ -1,0 +1,58 @@
+"""Every rank trains alone for some steps, then all take the average of their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
+from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Algorithm):
+    """Local SGD (Stich, arXiv 1805.09767), post-local SGD with a warm-up (Lin et al., arXiv 1808.07217).
+
+    Replicas are equal after every `local_steps` steps. Each rank's optimizer state stays its own.
+    """
+
+    name: ClassVar[str] = "local_sgd"
+    exchanges_weights: ClassVar[bool] = True
+
+    local_steps: int = 8
+    """Steps from one average to the next."""
+    warmup_steps: int = 0
+    """Steps at the start in which gradients are averaged instead."""
+
+    def __post_init__(self) -> None:
+        require_range(self.name, "local_steps", self.local_steps, 1)
+        require_range(self.name, "warmup_steps", self.warmup_steps, 0)
+
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
+        return full_precision(dtype, device, average=True) if self.warmup_steps > 0 else None
+
+    def make_stepper(self, context: StepContext) -> Stepper:
+        return _Averager(context, self)
+
+
+class _Averager(Stepper):
+    def __init__(self, context: StepContext, settings: LocalSGD) -> None:
+        super().__init__(context)
+        self._settings = settings
+
+    def sends_gradients(self) -> bool:
+        return self.steps < self._settings.warmup_steps
+
+    def shares_buffers(self) -> bool:
+        return self._replicas_are_equal()
+
+    def after_step(self) -> None:
+        self.steps += 1
+        if self.steps > self._settings.warmup_steps and self._replicas_are_equal():
+            self.average(self.context.weights.buffers).wait()
+
+    def _replicas_are_equal(self) -> bool:
+        local = self.steps - self._settings.warmup_steps
+        return local < 0 or local % self._settings.local_steps == 0

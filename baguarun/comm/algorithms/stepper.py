@@ -1,0 +1,156 @@
+"""What algorithms do around optimizer steps: those that exchange weights rather than gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.weights import FlatWeights
+from baguarun.errors import CommunicationError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What a stepper works on."""
+
+    weights: FlatWeights
+    """All trainable parameters, equal on all ranks at the start."""
+    group: dist.ProcessGroup
+    """The engine's group: at least two ranks."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+
+class Stepper(ABC):
+    """Called around the steps of one model, in the same order on all ranks.
+
+    A step begins with its first forward and ends when the optimizers have stepped, or have left the step out
+    on this rank (GradScaler). Methods may raise `CommunicationError`.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.steps = 0
+        """Steps ended since the start of training, resumed ones included."""
+        self.rounds = 0
+        """Exchanges of weights that were started."""
+        self.bytes_sent = 0
+        """Bytes of weights that this rank's share of them comes to."""
+
+    def sends_gradients(self) -> bool:
+        """Whether the gradients of this step are combined over the ranks."""
+        return False
+
+    def shares_buffers(self) -> bool:
+        """Whether rank 0's module buffers overwrite the others' before the next synchronised forward."""
+        return True
+
+    def before_forward(self) -> None:
+        """Before each forward that will have a backward."""
+        return
+
+    def before_step(self) -> None:
+        """Once per step, when gradients are there and weights are still those of forward."""
+        return
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """The step boundary. Counts the step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept with a checkpoint, taken at a step boundary."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the weights are restored by the caller, before."""
+        self.steps = int(state["steps"])
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> PendingReduction:
+        """Start to replace `tensors` by their averages over the ranks."""
+        world_size = self.context.world_size
+        self.rounds += 1
+        self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
+        return PendingReduction(tensors, self.context.group)
+
+
+class PendingReduction:
+    """Tensors on the way to the ranks' averages, or to their least values; do not touch until `wait`."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, least: bool = False
+    ) -> None:
+        self._tensors = list(tensors)
+        self._divisor = 1 if least else dist.get_world_size(group)
+        self._waited = False
+        kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
+        self._works: list[dist.Work] = _call(
+            lambda: [dist.all_reduce(tensor, kind, group=group, async_op=True) for tensor in self._tensors]
+        )
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not block."""
+        return all(_call(work.is_completed) for work in self._works)
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results: on CPU they are there, on an accelerator its current stream waits for them."""
+        if not self._waited:
+            for work in self._works:
+                _call(work.wait)
+            if self._divisor > 1:
+                torch._foreach_div_(self._tensors, self._divisor)
+            self._waited = True
+        return self._tensors
+
+
+class PendingExchange:
+    """A tensor per buffer on its way to one rank, and one per buffer from another."""
+
+    def __init__(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        to_rank: int,
+        from_rank: int,
+    ) -> None:
+        self._received = list(received)
+        operations = []
+        for mine, other in zip(sent, self._received, strict=True):
+            operations.append(dist.P2POp(dist.isend, mine, group=group, group_peer=to_rank))
+            operations.append(dist.P2POp(dist.irecv, other, group=group, group_peer=from_rank))
+        self._works: list[dist.Work] = _call(lambda: dist.batch_isend_irecv(operations))
+
+    def wait(self) -> list[torch.Tensor]:
+        """What was received; what was sent may be changed again."""
+        for work in self._works:
+            _call(work.wait)
+        return self._received
+
+
+def require_range(algorithm: str, field: str, value: float, low: float, high: float | None = None) -> None:
+    """Raise `UsageError` unless low <= value, and value <= high where there is one."""
+    if low <= value and (high is None or value <= high):
+        return
+    above = "" if high is None else f" <= {high}"
+    raise UsageError(f"{algorithm}: {field}={value}; want {low} <= {field}{above}")
+
+
+def _call(operation: Any) -> Any:
+    try:
+        return operation()
+    except RuntimeError as error:
+        raise CommunicationError(f"exchange of the model's weights failed: {error}") from error

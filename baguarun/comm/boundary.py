@@ -1,0 +1,89 @@
+"""Finds the step boundaries of one model and tells the algorithm's stepper."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from baguarun.comm.algorithms.stepper import Stepper
+from baguarun.errors import UsageError
+
+
+class StepBoundary:
+    """A step ends when all of `optimizers` have stepped since the last end.
+
+    It ends too when a forward comes after a backward that some optimizer has not followed: GradScaler leaves
+    steps out on the rank whose gradients overflowed, and all ranks must count alike. Hence a backward whose
+    forward was outside of no_sync counts as a step, with or without an optimizer's.
+    """
+
+    def __init__(self, stepper: Stepper, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._stepper = stepper
+        self._waiting_for = {id(optimizer) for optimizer in optimizers}
+        self._stepped: set[int] = set()
+        self._stepping = False
+        self._prepared = False
+        self._trained = False
+        for optimizer in optimizers:
+            self._watch(optimizer)
+
+    def before_forward(self) -> None:
+        """Before every forward, evaluation too: end a step that was left out."""
+        if self._stepping and torch.is_grad_enabled():
+            raise UsageError(
+                "forward ran inside of optimizer.step(closure); algorithms that exchange weights need "
+                "forward and backward before step()"
+            )
+        if self._trained and not self._stepping:
+            self._end()
+
+    def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """After a forward outside of no_sync: see whether a backward follows."""
+
+        def on_gradient(_gradient: torch.Tensor) -> None:
+            self._trained = True
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        # The optimizer may outlive the wrapped model and be used with another one.
+        this = weakref.ref(self)
+
+        def before(*_call: object) -> None:
+            if (boundary := this()) is not None:
+                boundary._before_step()
+
+        def after(*_call: object) -> None:
+            if (boundary := this()) is not None:
+                boundary._after_step(id(optimizer))
+
+        handles = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+        for handle in handles:
+            remove: Callable[[], None] = handle.remove
+            weakref.finalize(self, remove)
+
+    def _before_step(self) -> None:
+        self._stepping = True
+        if not self._prepared:
+            self._prepared = True
+            self._stepper.context.weights.check()
+            self._stepper.before_step()
+
+    def _after_step(self, optimizer: int) -> None:
+        self._stepping = False
+        self._stepped.add(optimizer)
+        if self._stepped == self._waiting_for:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._prepared:
+            self._stepper.context.weights.check()
+            self._stepper.before_step()
+        self._stepped.clear()
+        self._prepared = self._trained = False
+        with torch.no_grad():
+            self._stepper.after_step()

@@ -1,0 +1,155 @@
+"""Where steps end, and what is refused around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.algorithms import ALGORITHMS, Algorithm, LocalSGD
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
+from tests.comm.algorithms.simulation import Net, run_for_tensors, weights_of
+from tests.comm.ranks import run_ranks
+
+WEIGHT_ALGORITHMS = [kind() for kind in dict.fromkeys(ALGORITHMS.values()) if kind.exchanges_weights]
+
+
+def one_number(algorithm: Algorithm, lr: float = 1.0) -> tuple[Any, nn.Parameter, torch.optim.Optimizer]:
+    net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    return (
+        DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm),
+        net.weight,
+        optimizer,
+    )
+
+
+def step_left_out_by_one_rank() -> list[float]:
+    """As GradScaler does on the rank whose gradients overflowed."""
+    model, weight, optimizer = one_number(LocalSGD(local_steps=1))
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(-torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        if step != 1 or dist.get_rank() != 1:
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(1, 1, dtype=torch.float64))
+        found.append(weight.item())
+    return found
+
+
+def test_a_rank_that_leaves_a_step_out_still_takes_part_in_the_average() -> None:
+    for found in run_ranks(step_left_out_by_one_rank, 2):
+        assert found == [1.0, 1.5, 2.5]
+
+
+def two_optimizers() -> tuple[int, list[torch.Tensor]]:
+    net = Net()
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in (net.first.weight, net.last.weight)]
+    model = DistributedDataParallel(net, optimizers=optimizers, algorithm=LocalSGD(local_steps=1))
+    for _ in range(3):
+        model(torch.randn(4, 7, dtype=torch.float64)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return model.stats().weight_rounds, [weights_of(net)]
+
+
+def test_a_step_ends_when_all_optimizers_have_stepped() -> None:
+    first, second = run_for_tensors(two_optimizers, 2)
+    assert first[0] == second[0] == 3
+    assert torch.equal(first[1][0], second[1][0])
+
+
+def closure_and_replaced_weights() -> list[str]:
+    model, weight, optimizer = one_number(LocalSGD(local_steps=1))
+    messages = []
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(1, 1, dtype=torch.float64)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(UsageError) as caught:
+        optimizer.step(closure)
+    messages.append(str(caught.value))
+    model, weight, optimizer = one_number(LocalSGD(local_steps=1))
+    closure()
+    weight.data = weight.data.clone()
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_forward_inside_of_step_and_moved_weights_are_refused() -> None:
+    for inside, moved in run_ranks(closure_and_replaced_weights, 2):
+        assert "forward ran inside of optimizer.step(closure)" in inside
+        assert "parameter 'weight' was [1, 1] on cpu" in moved
+        assert "Wrap the model again" in moved
+
+
+def buffers_after_each_forward() -> list[float]:
+    net = nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=LocalSGD(local_steps=3))
+    found = []
+    for _ in range(4):
+        model(torch.full((4, 3), float(dist.get_rank()))).sum().backward()
+        found.append(net.running_mean[0].item())
+        optimizer.step()
+    return found
+
+
+def test_buffers_are_shared_only_when_replicas_are_equal() -> None:
+    zero, one = run_ranks(buffers_after_each_forward, 2)
+    assert zero == [0.0, 0.0, 0.0, 0.0]
+    # 0.1 of the way to 1 each time, from rank 0's value in forwards 0 and 3.
+    assert one == pytest.approx([0.1, 0.19, 0.271, 0.1])
+
+
+def mixed_dtypes() -> torch.Tensor:
+    net = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.Linear(5, 5, dtype=torch.bfloat16)})
+    forward = nn.Module()
+    forward.net = net
+    forward.forward = lambda x: net["b"](net["a"](x).bfloat16()).float()  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(forward, optimizers=[optimizer], algorithm=LocalSGD(local_steps=1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 5)).sum().backward()
+        optimizer.step()
+    return weights_of(net)
+
+
+def test_a_model_may_mix_dtypes() -> None:
+    first, second = run_for_tensors(mixed_dtypes, 2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=lambda algorithm: algorithm.name)
+def test_without_optimizers_it_is_refused(algorithm: Algorithm) -> None:
+    with pytest.raises(UsageError, match=r"want optimizers=\[...\]"):
+        DistributedDataParallel(nn.Linear(2, 2), algorithm=algorithm)
+
+
+def test_every_name_has_an_algorithm_with_defaults() -> None:
+    for kind in ALGORITHMS.values():
+        assert ALGORITHMS[kind.name] is kind
+        assert kind() == kind()
+
+
+def world_of_one() -> tuple[float, dict[str, Any]]:
+    model, weight, optimizer = one_number(LocalSGD(local_steps=1))
+    model(-torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    return weight.item(), model.algorithm_state_dict()
+
+
+def test_a_world_of_one_trains_by_the_optimizer_alone() -> None:
+    assert run_ranks(world_of_one, 1) == [(1.0, {})]
