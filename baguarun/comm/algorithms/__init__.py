@@ -6,6 +6,7 @@ import difflib
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, OperationKind, Wire
 from baguarun.comm.algorithms.bytegrad import ByteGrad
+from baguarun.comm.algorithms.decentralized import Decentralized
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
 from baguarun.errors import UsageError
@@ -14,6 +15,7 @@ __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "ByteGrad",
+    "Decentralized",
     "GradientAllReduce",
     "LocalSGD",
     "Operation",
@@ -25,6 +27,7 @@ __all__ = [
 _KINDS: tuple[type[Algorithm], ...] = (
     GradientAllReduce,
     ByteGrad,
+    Decentralized,
     LocalSGD,
 )
 

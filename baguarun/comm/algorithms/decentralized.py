@@ -1,0 +1,145 @@
+"""Weights are averaged with some other ranks while the gradient is computed; gradients stay local."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from baguarun.comm.algorithms.base import Algorithm, Operation, refuse_hierarchical
+from baguarun.comm.algorithms.stepper import (
+    PendingExchange,
+    PendingReduction,
+    StepContext,
+    Stepper,
+    require_range,
+)
+from baguarun.contract import WorkerEnv
+from baguarun.errors import UsageError
+
+
+class PeerSelection(enum.Enum):
+    """With whom a rank averages."""
+
+    ALL = "all"
+    """With everybody: an all-reduce of the weights."""
+    SHIFT_ONE = "shift_one"
+    """With one rank per exchange, another one each time; with an odd number of ranks one stays idle."""
+    EXPONENTIAL = "exponential"
+    """Sends to the rank 1, 2, 4, ... further on: exact after log2(n) exchanges if n is a power of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Where one rank's weights go in one exchange, and whose come in."""
+
+    to_rank: int
+    from_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decentralized(Algorithm):
+    """D-PSGD (Lian et al., arXiv 1705.09056; peers as in Bagua, arXiv 2107.01499, and arXiv 2110.13363).
+
+    x(t+1) = mix(x(t)) - step(g(x(t))): the gradient is taken at the weights before they are mixed, so that
+    the exchange overlaps forward and backward. Replicas differ between exchanges.
+    """
+
+    name: ClassVar[str] = "decentralized"
+    exchanges_weights: ClassVar[bool] = True
+
+    peer_selection_mode: str = "all"
+    """all, shift_one or exponential."""
+    communication_interval: int = 1
+    """Exchange in every so manyth step, the first one included."""
+    hierarchical: bool | None = None
+    """Exchange between nodes only. None: whatever this version does best, at present among all ranks."""
+
+    def __post_init__(self) -> None:
+        modes = [mode.value for mode in PeerSelection]
+        if self.peer_selection_mode not in modes:
+            raise UsageError(
+                f"decentralized: peer_selection_mode={self.peer_selection_mode!r}; "
+                f"want one of {', '.join(modes)}"
+            )
+        require_range(self.name, "communication_interval", self.communication_interval, 1)
+
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
+        del dtype, device
+        return None
+
+    def check(self, env: WorkerEnv) -> None:
+        refuse_hierarchical(self.name, self.hierarchical, env)
+
+    def make_stepper(self, context: StepContext) -> Stepper:
+        return _Mixer(context, self)
+
+
+def choose_peers(mode: PeerSelection, exchange: int, rank: int, world_size: int) -> Peers | None:
+    """Whom `rank` meets in the exchange of that number; None if it stays idle. For the modes with one peer.
+
+    Over the ranks of one exchange, sending is a permutation, so the average of all weights stays.
+    """
+    if mode is PeerSelection.EXPONENTIAL:
+        distance = 1 << exchange % (world_size - 1).bit_length()
+        return Peers(to_rank=(rank + distance) % world_size, from_rank=(rank - distance) % world_size)
+    if mode is not PeerSelection.SHIFT_ONE:
+        raise ValueError(f"{mode} has no single peer")
+    half = world_size // 2
+    if world_size % 2 == 1:
+        # A round-robin tournament: all pairs meet once in world_size exchanges.
+        peer = (exchange - rank) % world_size
+    elif rank < half:
+        peer = (exchange + rank) % half + half
+    else:
+        peer = (rank - half - exchange) % half
+    return None if peer == rank else Peers(to_rank=peer, from_rank=peer)
+
+
+class _Mixer(Stepper):
+    def __init__(self, context: StepContext, settings: Decentralized) -> None:
+        super().__init__(context)
+        self._mode = PeerSelection(settings.peer_selection_mode)
+        self._interval = settings.communication_interval
+        self._started = False
+        self._pending: PendingReduction | PendingExchange | None = None
+        # Where others' weights come in: one copy of the model.
+        self._incoming = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+
+    def before_forward(self) -> None:
+        if not self._started:
+            self._started = True
+            if self.steps % self._interval == 0:
+                self._pending = self._start(self.steps // self._interval)
+
+    def before_step(self) -> None:
+        if self._pending is None:
+            return
+        received = self._pending.wait()
+        for mine, other in zip(self.context.weights.buffers, received, strict=True):
+            if self._mode is PeerSelection.ALL:
+                mine.copy_(other)
+            else:
+                mine.add_(other).div_(2)
+        self._pending = None
+
+    def after_step(self) -> None:
+        self.steps += 1
+        self._started = False
+
+    def _start(self, exchange: int) -> PendingReduction | PendingExchange | None:
+        mine = self.context.weights.buffers
+        if self._mode is PeerSelection.ALL:
+            torch._foreach_copy_(self._incoming, mine)
+            return self.average(self._incoming)
+        peers = choose_peers(self._mode, exchange, self.context.rank, self.context.world_size)
+        if peers is None:
+            return None
+        self.rounds += 1
+        self.bytes_sent += sum(buffer.nbytes for buffer in mine)
+        # Nobody changes the weights before the optimizer's step, which waits: no copy is needed.
+        return PendingExchange(
+            mine, self._incoming, self.context.group, to_rank=peers.to_rank, from_rank=peers.from_rank
+        )

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from baguarun.comm.algorithms import Decentralized, resolve
+from baguarun.comm.algorithms.decentralized import PeerSelection, choose_peers
+from baguarun.errors import UsageError
+from tests.comm.algorithms.simulation import assert_same_training, run_for_tensors, simulate, train_each
+
+STEPS = 7
+MODES = [mode.value for mode in PeerSelection]
+
+
+def mixing_matrix(mode: str, exchange: int, world_size: int) -> torch.Tensor:
+    """Row r: how much of each rank's weights rank r has afterwards. Written out from the papers."""
+    matrix = torch.zeros(world_size, world_size, dtype=torch.float64)
+    if mode == "all":
+        return matrix + 1 / world_size
+    for rank in range(world_size):
+        if mode == "exponential":
+            hops = [1, 2, 4, 8]
+            distances = [hop for hop in hops if hop < world_size]
+            other = rank - distances[exchange % len(distances)]
+        elif world_size % 2 == 1:
+            other = exchange - rank
+        else:
+            half = world_size // 2
+            other = (rank + exchange) % half + half if rank < half else (rank - half - exchange) % half
+        matrix[rank, rank] += 0.5
+        matrix[rank, other % world_size] += 0.5
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "micro_batches"), [(2, "gloo", 2), (3, "baguanet", 1), (4, "baguanet", 2)]
+)
+def test_every_step_is_that_of_the_written_out_mixing(
+    world_size: int, backend: str, micro_batches: int
+) -> None:
+    algorithms = [
+        Decentralized(peer_selection_mode=mode, communication_interval=interval)
+        for mode, interval in [*itertools.product(MODES, [1]), ("shift_one", 3)]
+    ]
+    found = run_for_tensors(train_each, world_size, algorithms, STEPS, micro_batches, backend=backend)
+    for index, algorithm in enumerate(algorithms):
+
+        def mix(step: int, weights: torch.Tensor, algorithm: Decentralized = algorithm) -> torch.Tensor:
+            interval = algorithm.communication_interval
+            if step % interval != 0:
+                return weights
+            return mixing_matrix(algorithm.peer_selection_mode, step // interval, world_size) @ weights
+
+        expected = simulate(world_size, STEPS, before_step=mix, micro_batches=micro_batches)
+        assert_same_training([each[index] for each in found], expected)
+
+
+@pytest.mark.parametrize("world_size", range(2, 18))
+@pytest.mark.parametrize("mode", [PeerSelection.SHIFT_ONE, PeerSelection.EXPONENTIAL])
+def test_who_sends_to_whom_is_what_they_receive_from(mode: PeerSelection, world_size: int) -> None:
+    met = set()
+    for exchange in range(2 * world_size):
+        peers = [choose_peers(mode, exchange, rank, world_size) for rank in range(world_size)]
+        for rank, mine in enumerate(peers):
+            if mine is None:
+                continue
+            assert mine.to_rank != rank
+            there = peers[mine.to_rank]
+            assert there is not None
+            assert there.from_rank == rank
+            met.add((rank, mine.to_rank))
+        idle = peers.count(None)
+        assert idle == (world_size % 2 if mode is PeerSelection.SHIFT_ONE else 0)
+    if mode is PeerSelection.SHIFT_ONE:
+        half = world_size // 2
+        pairs = world_size * (world_size - 1) if world_size % 2 else 2 * half * half
+        assert len(met) == pairs
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+def test_exponential_averages_exactly_after_log2_exchanges(world_size: int) -> None:
+    product = torch.eye(world_size, dtype=torch.float64)
+    for exchange in range(world_size.bit_length() - 1):
+        product = mixing_matrix("exponential", exchange, world_size) @ product
+    assert torch.equal(product, torch.full_like(product, 1 / world_size))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peer_selection_mode": "ring"}, "want one of all, shift_one, exponential"),
+        ({"communication_interval": 0}, "communication_interval=0; want 1 <= communication_interval"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Decentralized(**settings)  # type: ignore[arg-type]
+
+
+def test_it_is_known_by_name() -> None:
+    assert resolve("decentralized") == Decentralized()
