@@ -7,6 +7,7 @@ import difflib
 from baguarun.comm.algorithms.base import Algorithm, Operation, OperationKind, Wire
 from baguarun.comm.algorithms.bytegrad import ByteGrad
 from baguarun.comm.algorithms.decentralized import Decentralized
+from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
 from baguarun.errors import UsageError
@@ -16,6 +17,7 @@ __all__ = [
     "Algorithm",
     "ByteGrad",
     "Decentralized",
+    "DiLoCo",
     "GradientAllReduce",
     "LocalSGD",
     "Operation",
@@ -29,6 +31,7 @@ _KINDS: tuple[type[Algorithm], ...] = (
     ByteGrad,
     Decentralized,
     LocalSGD,
+    DiLoCo,
 )
 
 ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in _KINDS}

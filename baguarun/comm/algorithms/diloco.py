@@ -1,0 +1,164 @@
+"""Every rank trains alone for many steps, then an outer optimizer takes one step along the average change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from baguarun.comm.algorithms.base import Algorithm, Operation
+from baguarun.comm.algorithms.stepper import PendingReduction, StepContext, Stepper, require_range
+from baguarun.errors import UsageError
+
+_WIRES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Algorithm):
+    """DiLoCo (Douillard et al., arXiv 2311.08105), streaming if asked (arXiv 2501.18512).
+
+    Every `local_steps` steps the change of the weights, (outer - local), is averaged over the ranks and given
+    as a gradient to SGD with Nesterov momentum, whose result becomes everybody's weights. The inner optimizer
+    and its state stay each rank's own. Outer weights and momentum, in fp32 or more, are part of the
+    algorithm's state: a checkpoint without them goes on as if training had just begun.
+    """
+
+    name: ClassVar[str] = "diloco"
+    exchanges_weights: ClassVar[bool] = True
+
+    local_steps: int = 100
+    """Steps from one outer step to the next, of each fragment."""
+    outer_lr: float = 0.7
+    """The paper's."""
+    outer_momentum: float = 0.9
+    """The paper's; 0 is plain SGD, which with outer_lr=1 is an average of the weights."""
+    wire: str = "fp32"
+    """What changes travel as: fp32 (float64 as it is), or bf16, which the backend sums in bf16."""
+    fragments: int = 1
+    """Parts of the model that take turns, local_steps / fragments steps apart: lower peaks on the wire."""
+    delay_steps: int = 0
+    """Steps for which an outer step may be under way before it is applied; 0 waits for it at the boundary."""
+    keep_local: float = 0.0
+    """How much of the local weights stays when an outer step is applied: 0 none, as in DiLoCo. Anything
+    above 0 leaves replicas different."""
+
+    def __post_init__(self) -> None:
+        require_range(self.name, "local_steps", self.local_steps, 1)
+        require_range(self.name, "outer_lr", self.outer_lr, 0)
+        require_range(self.name, "outer_momentum", self.outer_momentum, 0, 1)
+        require_range(self.name, "fragments", self.fragments, 1)
+        require_range(self.name, "delay_steps", self.delay_steps, 0, self.local_steps - 1)
+        require_range(self.name, "keep_local", self.keep_local, 0, 1)
+        if self.wire not in _WIRES:
+            raise UsageError(f"diloco: wire={self.wire!r}; want one of {', '.join(_WIRES)}")
+        if self.local_steps % self.fragments != 0:
+            raise UsageError(
+                f"diloco: fragments={self.fragments} does not divide local_steps={self.local_steps}; "
+                "want one that does"
+            )
+
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
+        del dtype, device
+        return None
+
+    def make_stepper(self, context: StepContext) -> Stepper:
+        return _Outer(context, self)
+
+
+class _Fragment:
+    """A slice of each flat buffer with its outer weights and momentum."""
+
+    def __init__(self, local: Sequence[torch.Tensor]) -> None:
+        self.local = [tensor for tensor in local if tensor.numel() > 0]
+        self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
+        self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
+        # The average change: a handle while it is under way, tensors after a resume.
+        self.pending: PendingReduction | list[torch.Tensor] | None = None
+
+    def change(self, wire: torch.dtype | None) -> list[torch.Tensor]:
+        changes = [outer - local for outer, local in zip(self.outer, self.local, strict=True)]
+        return changes if wire is None else [change.to(wire) for change in changes]
+
+    def average_change(self) -> list[torch.Tensor] | None:
+        return self.pending.wait() if isinstance(self.pending, PendingReduction) else self.pending
+
+    def apply(self, settings: DiLoCo) -> None:
+        averages = self.average_change()
+        if averages is None:
+            return
+        self.pending = None
+        for local, outer, momentum, average in zip(
+            self.local, self.outer, self.momentum, averages, strict=True
+        ):
+            gradient = average.to(outer.dtype)
+            momentum.mul_(settings.outer_momentum).add_(gradient)
+            outer.sub_(gradient.add(momentum, alpha=settings.outer_momentum), alpha=settings.outer_lr)
+            if settings.keep_local == 0:
+                local.copy_(outer)
+            else:
+                local.lerp_(outer.to(local.dtype), 1 - settings.keep_local)
+
+
+class _Outer(Stepper):
+    def __init__(self, context: StepContext, settings: DiLoCo) -> None:
+        super().__init__(context)
+        self._settings = settings
+        pieces = [buffer.tensor_split(settings.fragments) for buffer in context.weights.buffers]
+        self._fragments = [_Fragment(local) for local in zip(*pieces, strict=True)]
+
+    def shares_buffers(self) -> bool:
+        return self.steps % self._settings.local_steps == 0
+
+    def after_step(self) -> None:
+        self.steps += 1
+        every, delay = self._settings.local_steps, self._settings.delay_steps
+        for index, fragment in enumerate(self._fragments):
+            # The last fragment's turn comes at multiples of local_steps.
+            turn = self.steps - (index + 1) * (every // len(self._fragments))
+            if turn >= 0 and turn % every == 0:
+                fragment.pending = self.average(fragment.change(_WIRES[self._settings.wire]))
+            if turn >= delay and (turn - delay) % every == 0:
+                fragment.apply(self._settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        fragments = []
+        for fragment in self._fragments:
+            pending = fragment.average_change()
+            fragments.append(
+                {
+                    "outer": [tensor.clone() for tensor in fragment.outer],
+                    "momentum": [tensor.clone() for tensor in fragment.momentum],
+                    "pending": None if pending is None else [tensor.clone() for tensor in pending],
+                }
+            )
+        return {**super().state_dict(), "fragments": fragments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state["fragments"]
+        shapes = [[tensor.shape for tensor in fragment.outer] for fragment in self._fragments]
+        found = [[tensor.shape for tensor in fragment["outer"]] for fragment in saved]
+        if shapes != found:
+            raise UsageError(
+                f"diloco: the state has fragments of {found}, this model has {shapes}; want the state of the "
+                "same model with the same number of fragments"
+            )
+        super().load_state_dict(state)
+        for fragment, kept in zip(self._fragments, saved, strict=True):
+            # What is under way here ends on all ranks and is then forgotten on all.
+            fragment.average_change()
+            for own, other in zip(
+                fragment.outer + fragment.momentum, kept["outer"] + kept["momentum"], strict=True
+            ):
+                own.copy_(other)
+            pending = kept["pending"]
+            fragment.pending = (
+                None
+                if pending is None
+                else [tensor.to(own.device) for tensor, own in zip(pending, fragment.outer, strict=True)]
+            )
+
+
+def _outer_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.algorithms import DiLoCo, resolve
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
+from tests.comm.algorithms.simulation import (
+    Net,
+    assert_same_training,
+    make_optimizer,
+    one_step,
+    run_for_tensors,
+    simulate,
+    train,
+    train_each,
+    weights_of,
+)
+
+STEPS = 10
+
+
+class PlainOuter:
+    """The outer step in plain torch: torch's own SGD with Nesterov momentum on the outer weights."""
+
+    def __init__(self, settings: DiLoCo) -> None:
+        self.settings = settings
+        self.outer = torch.nn.Parameter(weights_of(Net()))
+        momentum = settings.outer_momentum
+        self.sgd = torch.optim.SGD(
+            [self.outer], lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
+        self.averaged: dict[int, torch.Tensor] = {}
+
+    def __call__(self, step: int, weights: torch.Tensor) -> torch.Tensor:
+        ended, delay = step + 1, self.settings.delay_steps
+        if ended % self.settings.local_steps == 0:
+            self.averaged[ended + delay] = (self.outer.detach() - weights).mean(0)
+        if ended not in self.averaged:
+            return weights
+        self.outer.grad = self.averaged.pop(ended)
+        self.sgd.step()
+        keep = self.settings.keep_local
+        return keep * weights + (1 - keep) * self.outer.detach()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "micro_batches"), [(2, "gloo", 2), (3, "baguanet", 1), (4, "baguanet", 1)]
+)
+def test_every_step_is_that_of_torchs_sgd_on_the_outer_weights(
+    world_size: int, backend: str, micro_batches: int
+) -> None:
+    algorithms = [
+        DiLoCo(local_steps=3),
+        DiLoCo(local_steps=2, outer_lr=1, outer_momentum=0),
+        DiLoCo(local_steps=4, delay_steps=2, keep_local=0.5),
+    ]
+    found = run_for_tensors(train_each, world_size, algorithms, STEPS, micro_batches, backend=backend)
+    for index, algorithm in enumerate(algorithms):
+        expected = simulate(world_size, STEPS, after_step=PlainOuter(algorithm), micro_batches=micro_batches)
+        assert_same_training([each[index] for each in found], expected)
+
+
+def train_streaming() -> tuple[torch.Tensor, torch.Tensor, int]:
+    settings = DiLoCo(local_steps=4, fragments=2)
+    net = Net()
+    optimizer = make_optimizer(net)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=settings)
+    differing = []
+    for step in range(8):
+        one_step(model, optimizer, step, 1, torch.float64)
+        everyone = [torch.empty_like(weights_of(net)) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, weights_of(net))
+        together = torch.stack(everyone)
+        differing.append((together != together[0]).any(0))
+    return torch.stack(differing), weights_of(net), model.stats().weight_rounds
+
+
+def test_fragments_take_turns_and_each_is_equal_on_all_ranks_after_its_own() -> None:
+    for differing, weights, rounds in run_for_tensors(train_streaming, 2):
+        half = weights.numel() // 2
+        # Half of the buffer, which has a few numbers of padding, is about half of the weights.
+        first, second = slice(0, half - 16), slice(half + 16, None)
+        assert rounds == 4
+        for step, row in enumerate(differing):
+            assert row[first].any() == (step % 4 != 1), step
+            assert row[second].any() == (step % 4 != 3), step
+
+
+def train_on_bf16_wire() -> torch.Tensor:
+    return train(DiLoCo(local_steps=3, wire="bf16"), 9)
+
+
+def test_bf16_on_the_wire_stays_close_and_replicas_bit_identical() -> None:
+    found = run_for_tensors(train_on_bf16_wire, 3)
+    expected = simulate(3, 9, after_step=PlainOuter(DiLoCo(local_steps=3)))
+    for step in (2, 5, 8):
+        assert all(torch.equal(found[0][step], other[step]) for other in found[1:])
+        moved = (expected[step] - weights_of(Net())).abs().max()
+        assert (found[0][step] - expected[step, 0]).abs().max() < 0.03 * moved
+
+
+def train_halves(settings: DiLoCo, cut: int | None) -> torch.Tensor:
+    """Trains through; at `cut` all goes through a checkpoint into a new model."""
+    net = Net()
+    optimizer = make_optimizer(net)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=settings)
+    for step in range(STEPS):
+        if step == cut:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()], file)
+            file.seek(0)
+            weights, inner, outer = torch.load(file)
+            net = Net()
+            optimizer = make_optimizer(net)
+            # Replicas differ inside of a period: each rank goes on from its own.
+            model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=settings, init_sync=False)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(inner)
+            model.load_algorithm_state_dict(outer)
+        one_step(model, optimizer, step, 1, torch.float64)
+    return weights_of(net)
+
+
+def train_with_and_without_a_cut() -> list[list[torch.Tensor]]:
+    delayed = DiLoCo(local_steps=4, delay_steps=2, keep_local=0.5, fragments=2)
+    return [
+        [train_halves(DiLoCo(local_steps=3), None), train_halves(DiLoCo(local_steps=3), 7)],
+        [train_halves(delayed, None), train_halves(delayed, 5)],
+    ]
+
+
+def test_a_checkpoint_keeps_outer_weights_momentum_and_what_is_under_way() -> None:
+    for pairs in run_for_tensors(train_with_and_without_a_cut, 2):
+        for through, resumed in pairs:
+            assert torch.equal(through, resumed)
+
+
+def load_a_wrong_state() -> str:
+    def wrap(fragments: int) -> DistributedDataParallel:
+        net = Net()
+        algorithm = DiLoCo(local_steps=6, fragments=fragments)
+        return DistributedDataParallel(net, optimizers=[make_optimizer(net)], algorithm=algorithm)
+
+    with pytest.raises(UsageError) as caught:
+        wrap(2).load_algorithm_state_dict(wrap(3).algorithm_state_dict())
+    return str(caught.value)
+
+
+def test_a_state_with_other_fragments_is_refused() -> None:
+    for message in run_for_tensors(load_a_wrong_state, 2):
+        assert "want the state of the same model with the same number of fragments" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"local_steps": 0}, "want 1 <= local_steps"),
+        ({"outer_lr": float("nan")}, "outer_lr=nan; want 0 <= outer_lr"),
+        ({"outer_momentum": 1.5}, "want 0 <= outer_momentum <= 1"),
+        ({"keep_local": -0.1}, "want 0 <= keep_local <= 1"),
+        ({"local_steps": 4, "delay_steps": 4}, "want 0 <= delay_steps <= 3"),
+        ({"local_steps": 10, "fragments": 3}, "fragments=3 does not divide local_steps=10"),
+        ({"wire": "int8"}, "wire='int8'; want one of fp32, bf16"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DiLoCo(**settings)
+
+
+def test_it_is_known_by_name() -> None:
+    assert resolve("diloco") == DiLoCo()
