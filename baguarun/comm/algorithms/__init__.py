@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from baguarun.comm.algorithms.async_model_average import AsyncModelAverage
 from baguarun.comm.algorithms.base import Algorithm, Operation, OperationKind, Wire
 from baguarun.comm.algorithms.bytegrad import ByteGrad
 from baguarun.comm.algorithms.decentralized import Decentralized
@@ -15,6 +16,7 @@ from baguarun.errors import UsageError
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "AsyncModelAverage",
     "ByteGrad",
     "Decentralized",
     "DiLoCo",
@@ -32,9 +34,10 @@ _KINDS: tuple[type[Algorithm], ...] = (
     Decentralized,
     LocalSGD,
     DiLoCo,
+    AsyncModelAverage,
 )
 
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in _KINDS}
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in _KINDS} | {"async": AsyncModelAverage}
 
 DEFAULT = GradientAllReduce.name
 

@@ -1,0 +1,177 @@
+"""Every rank trains on its own weights while their average is computed in the background."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
+from baguarun.comm.algorithms.stepper import PendingReduction, StepContext, Stepper, require_range
+
+_SLACK = 1.5
+"""Rounds start this many times the length of a round apart, so that a late one seldom holds up a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncModelAverage(Algorithm):
+    """Asynchronous model averaging (Bagua, arXiv 2107.01499, section 3), with bounded staleness.
+
+    A round takes a snapshot s of the weights at a step boundary and averages it in the background; the
+    average a is applied at a later boundary as x += a - s. Rounds start after the same number of steps on
+    every rank, agreed in the round before, and a rank waits for the round under way before it starts the
+    next. So a rank is never more than one period ahead, no rank is left waiting if all take the same number
+    of steps, and nothing has to be stopped for evaluation or at the end. Replicas differ.
+    """
+
+    name: ClassVar[str] = "async_model_average"
+    exchanges_weights: ClassVar[bool] = True
+
+    sync_interval_ms: int = 500
+    """Milliseconds of training from the start of one round to the next; the network may need more."""
+    warmup_steps: int = 0
+    """Steps at the start in which gradients are averaged instead."""
+    max_staleness_steps: int = 100
+    """No average is applied more steps than this after its snapshot: then ranks wait for it."""
+
+    def __post_init__(self) -> None:
+        require_range(self.name, "sync_interval_ms", self.sync_interval_ms, 0)
+        require_range(self.name, "warmup_steps", self.warmup_steps, 0)
+        require_range(self.name, "max_staleness_steps", self.max_staleness_steps, 1)
+
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
+        return full_precision(dtype, device, average=True) if self.warmup_steps > 0 else None
+
+    def make_stepper(self, context: StepContext) -> AsyncStepper:
+        return AsyncStepper(context, self)
+
+
+def choose_period(interval_s: float, round_s: float, step_s: float, max_steps: int) -> int:
+    """Steps between the starts of two rounds: what was asked for, or more if a round takes longer."""
+    if step_s <= 0:
+        return max_steps
+    return min(max(math.ceil(max(interval_s, _SLACK * round_s) / step_s), 1), max_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    average: PendingReduction
+    period_vote: PendingReduction
+    started_at: float
+
+
+class AsyncStepper(Stepper):
+    """The rounds of one model. Keeps two copies of the weights."""
+
+    def __init__(
+        self, context: StepContext, settings: AsyncModelAverage, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(context)
+        self._settings = settings
+        self._clock = clock
+        self._paused = False
+        self._round: _Round | None = None
+        self._snapshot = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+        self._averages = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+        # Steps after which the next round starts, and how far apart rounds are at present.
+        self._next_start = settings.warmup_steps + 1
+        self._period = 1
+        self._round_s = 0.0
+        # Since the last round started: steps, and the seconds that they took, waits for rounds left out.
+        self._counted_steps = 0
+        self._counted_s = 0.0
+        self._boundary_ended_at = clock()
+        _finish_at_exit(self)
+
+    def sends_gradients(self) -> bool:
+        return self.steps < self._settings.warmup_steps
+
+    def shares_buffers(self) -> bool:
+        """As long as ranks go in step anyway; later they would have to wait for each other."""
+        return self.steps <= self._settings.warmup_steps
+
+    def after_step(self) -> None:
+        self.steps += 1
+        self._counted_steps += 1
+        self._counted_s += self._clock() - self._boundary_ended_at
+        starts = self.steps == self._next_start and not self._paused
+        if self._round is not None and (starts or self._is_done(self._round)):
+            self._apply(self._round)
+        if starts:
+            self._start()
+        self._boundary_ended_at = self._clock()
+
+    def pause(self) -> None:
+        """Wait for the round under way, apply it, and start no other. On all ranks after the same step."""
+        self._paused = True
+        if self._round is not None:
+            self._apply(self._round)
+
+    def resume(self) -> None:
+        """Start rounds again, the first one with the next step. On all ranks after the same step."""
+        self._paused = False
+        self._next_start = max(self.steps, self._settings.warmup_steps) + 1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._round is not None:
+            # All ranks have it under way; the weights that it belongs to are gone.
+            self._round.average.wait()
+            self._round = None
+        super().load_state_dict(state)
+        self._next_start = max(self.steps, self._settings.warmup_steps) + 1
+
+    def _is_done(self, running: _Round) -> bool:
+        return running.average.is_done() and running.period_vote.is_done()
+
+    def _start(self) -> None:
+        torch._foreach_copy_(self._snapshot, self.context.weights.buffers)
+        torch._foreach_copy_(self._averages, self._snapshot)
+        wanted = choose_period(
+            self._settings.sync_interval_ms / 1000,
+            self._round_s,
+            self._counted_s / max(self._counted_steps, 1),
+            self._settings.max_staleness_steps,
+        )
+        self._counted_steps, self._counted_s = 0, 0.0
+        # The round under way is bound by the period agreed before it: it must end before the next one starts.
+        self._next_start = self.steps + self._period
+        vote = torch.tensor([float(wanted)], device=self._averages[0].device)
+        self._round = _Round(
+            average=self.average(self._averages),
+            # The slowest rank's: the others' rounds last longer because they wait for it.
+            period_vote=PendingReduction([vote], self.context.group, least=True),
+            started_at=self._clock(),
+        )
+
+    def _apply(self, running: _Round) -> None:
+        averages = running.average.wait()
+        self._period = round(running.period_vote.wait()[0].item())
+        self._round_s = self._clock() - running.started_at
+        self._round = None
+        for mine, average, snapshot in zip(
+            self.context.weights.buffers, averages, self._snapshot, strict=True
+        ):
+            mine.add_(average.sub_(snapshot))
+
+
+def _finish_at_exit(stepper: AsyncStepper) -> None:
+    """Have the process stay until the round under way has ended: slower ranks still need its part.
+
+    Not after an error, which ends the others' rounds too.
+    """
+    this = weakref.ref(stepper)
+
+    def finish() -> None:
+        stepper = this()
+        if stepper is not None and not hasattr(sys, "last_value"):
+            stepper.pause()
+
+    atexit.register(finish)
+    weakref.finalize(stepper, atexit.unregister, finish)

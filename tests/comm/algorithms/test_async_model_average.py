@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.algorithms import AsyncModelAverage, resolve
+from baguarun.comm.algorithms.async_model_average import AsyncStepper, choose_period
+from baguarun.comm.algorithms.stepper import StepContext
+from baguarun.comm.weights import FlatWeights
+from baguarun.errors import UsageError
+from tests.comm.algorithms.simulation import assert_same_training, run_for_tensors, simulate, train_each
+
+STEPS = 8
+
+
+def plain_rounds(warmup_steps: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """With a staleness of one step: what was averaged after step t is applied after step t + 1."""
+    snapshots: list[torch.Tensor] = []
+
+    def mix(step: int, weights: torch.Tensor) -> torch.Tensor:
+        if step < warmup_steps:
+            return weights
+        if snapshots:
+            snapshot = snapshots.pop()
+            weights = weights + snapshot.mean(0, keepdim=True) - snapshot
+        snapshots.append(weights)
+        return weights
+
+    return mix
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "micro_batches"), [(2, "gloo", 1), (3, "baguanet", 2), (4, "baguanet", 1)]
+)
+def test_with_a_staleness_of_one_every_step_is_that_of_the_written_out_rounds(
+    world_size: int, backend: str, micro_batches: int
+) -> None:
+    algorithms = [
+        AsyncModelAverage(max_staleness_steps=1),
+        AsyncModelAverage(max_staleness_steps=1, warmup_steps=3, sync_interval_ms=0),
+    ]
+    found = run_for_tensors(train_each, world_size, algorithms, STEPS, micro_batches, backend=backend)
+    for index, algorithm in enumerate(algorithms):
+        warmup = algorithm.warmup_steps
+        expected = simulate(
+            world_size,
+            STEPS,
+            after_step=plain_rounds(warmup),
+            warmup_steps=warmup,
+            micro_batches=micro_batches,
+        )
+        assert_same_training([each[index] for each in found], expected)
+
+
+def rounds_with_a_slow_rank() -> dict[str, Any]:
+    """Steppers driven by hand; weights of rank r grow by 1 + r per step, by a clock of the test's."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    now = 0.0
+    stepper = AsyncStepper(
+        StepContext(weights=FlatWeights([("weight", parameter)]), group=dist.new_group()),
+        AsyncModelAverage(sync_interval_ms=4000, max_staleness_steps=5),
+        clock=lambda: now,
+    )
+    grown, started = 0.0, []
+    for step in range(20):
+        now += 1.0 + rank
+        with torch.no_grad():
+            parameter.add_(1.0 + rank)
+        grown += 1.0 + rank
+        rounds = stepper.rounds
+        stepper.after_step()
+        if stepper.rounds > rounds:
+            started.append(step)
+    stepper.pause()
+    # Each applied average moves what this rank has by (average - own): the sum over ranks stays.
+    total = torch.tensor([parameter[0].item(), grown], dtype=torch.float64)
+    dist.all_reduce(total)
+    spread = [torch.zeros(1, dtype=torch.float64) for _ in range(world_size)]
+    dist.all_gather(spread, parameter.detach()[:1])
+    return {"started": started, "total": total, "spread": torch.cat(spread)}
+
+
+def test_all_ranks_start_rounds_after_the_same_steps_and_lose_no_progress() -> None:
+    found = run_for_tensors(rounds_with_a_slow_rank, 3)
+    for each in found:
+        started = each["started"]
+        assert started == found[0]["started"]
+        assert started[:2] == [0, 1]
+        # The slowest rank takes 3 s per step, so 4 s are at least two of its steps.
+        gaps = [later - earlier for earlier, later in pairwise(started[2:])]
+        assert all(2 <= gap <= 5 for gap in gaps), started
+        assert each["total"][0] == pytest.approx(each["total"][1])
+        # Five steps at 1 and at 3 per step after the last snapshot; alone, ranks would be 20, 40 and 60.
+        assert each["spread"].max() - each["spread"].min() <= 10 + 1e-9
+
+
+def test_the_period_covers_the_interval_and_the_round_and_stays_below_the_bound() -> None:
+    assert choose_period(interval_s=0.5, round_s=0.0, step_s=0.1, max_steps=100) == 5
+    assert choose_period(interval_s=0.5, round_s=2.0, step_s=0.1, max_steps=100) == 30
+    assert choose_period(interval_s=0.5, round_s=2.0, step_s=0.1, max_steps=20) == 20
+    assert choose_period(interval_s=0.0, round_s=0.0, step_s=0.1, max_steps=20) == 1
+    assert choose_period(interval_s=0.5, round_s=0.0, step_s=0.0, max_steps=20) == 20
+
+
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist
+import baguarun.comm.backend
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.algorithms import AsyncModelAverage
+
+rank, store, backend, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+net = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+algorithm = AsyncModelAverage(sync_interval_ms=60_000, max_staleness_steps=4)
+model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
+for step in range(14):
+    # Rounds start after steps 1, 2, 6, 10 and 14.
+    time.sleep(0.05 * rank)
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+assert model.stats().weight_rounds == 5, model.stats()
+if ending == "destroys":
+    dist.destroy_process_group()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("ending", ["destroys", "just ends"])
+@pytest.mark.parametrize("backend", ["gloo", "baguanet"])
+def test_a_fast_rank_may_end_while_a_slow_one_still_trains(tmp_path: Path, backend: str, ending: str) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), backend, ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode == 0, output
+            assert "trained" in output
+            assert "Error" not in output, output
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync_interval_ms": -1}, "want 0 <= sync_interval_ms"),
+        ({"warmup_steps": -1}, "want 0 <= warmup_steps"),
+        ({"max_staleness_steps": 0}, "want 1 <= max_staleness_steps"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        AsyncModelAverage(**settings)
+
+
+def test_it_is_known_by_two_names() -> None:
+    assert resolve("async") == resolve("async_model_average") == AsyncModelAverage()
