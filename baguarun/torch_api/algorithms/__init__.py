@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from baguarun.torch_api.algorithms import bytegrad, gradient_allreduce
+from baguarun.torch_api.algorithms import (
+    async_model_average,
+    bytegrad,
+    decentralized,
+    gradient_allreduce,
+)
 from baguarun.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
-__all__ = ["Algorithm", "GlobalAlgorithmRegistry", "bytegrad", "gradient_allreduce"]
+__all__ = [
+    "Algorithm",
+    "GlobalAlgorithmRegistry",
+    "async_model_average",
+    "bytegrad",
+    "decentralized",
+    "gradient_allreduce",
+]
 
 GlobalAlgorithmRegistry.register(
     "gradient_allreduce", gradient_allreduce.GradientAllReduceAlgorithm, "gradients averaged in full"
 )
 GlobalAlgorithmRegistry.register("bytegrad", bytegrad.ByteGradAlgorithm, "gradients averaged with 8 bits")
+GlobalAlgorithmRegistry.register(
+    "decentralized", decentralized.DecentralizedAlgorithm, "weights averaged with other ranks"
+)
+GlobalAlgorithmRegistry.register(
+    "async", async_model_average.AsyncModelAverageAlgorithm, "weights averaged in the background"
+)
