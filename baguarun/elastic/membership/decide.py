@@ -265,10 +265,11 @@ def _welcome(now_s: float, view: View, holders: list[Node], settings: Membership
     full = len(holders) >= view.spec.max_nodes
     if full or view.done:
         untold = tuple(node.node_id for node in newcomers if node.node_id not in view.told)
+        if untold and full and view.spec.max_nodes == 1:
+            return _crowded(now_s, view, untold, settings)
         if untold:
-            places = view.spec.max_nodes
-            taken = "its one place is taken" if places == 1 else f"all {places} places are taken"
-            why = f"{taken} (another job wants another --job-id)" if full else "the job is about to finish"
+            taken = f"all {view.spec.max_nodes} places are taken (another job wants another --job-id)"
+            why = taken if full else "the job is about to finish"
             return Decision(Tell(untold, refused=False), f"{why}; standing by")
         return Decision(Wait(), f"{running}; {len(newcomers)} stand by")
     until_s = view.newcomer_s + settings.join_settle_s
@@ -276,6 +277,16 @@ def _welcome(now_s: float, view: View, holders: list[Node], settings: Membership
         return Decision(Wait(until_s), f"{running}; more nodes are joining")
     names = _names(node.record.name for node in newcomers)
     return _publish(view, holders + newcomers, view.world.restart_count, f"{names} joined")
+
+
+def _crowded(now_s: float, view: View, newcomers: tuple[str, ...], settings: MembershipSettings) -> Decision:
+    """A job of one node has met another one: its successor, if the first is dead, else a second job."""
+    until_s = view.newcomer_s + 2 * settings.detect_timeout_s
+    if now_s < until_s:
+        return Decision(Wait(until_s), "another node wants the job's one place; is its holder alive?")
+    why = "runs already on the one node that --nnodes 1 allows"
+    remedy = "choose another --job-id, or --nnodes 1:2 for a second node"
+    return Decision(Tell(newcomers, refused=True), f"job {view.spec.job_id!r} {why}; {remedy}")
 
 
 def _reform(

@@ -262,7 +262,7 @@ class Leader:
     async def _tell(self, action: Tell, reason: str, ledger: Ledger) -> None:
         writes = []
         for node_id in action.node_ids:
-            text = self._refusal(ledger, node_id) if action.refused else reason
+            text = self._refusal(ledger, node_id) if ledger.is_stranger(node_id) else reason
             writes.append(Put(self._keys.word(node_id), Word(text=text, refused=action.refused).to_json()))
         for i in range(0, len(writes), MAX_OPERATIONS):
             await self._fenced(writes[i : i + MAX_OPERATIONS])

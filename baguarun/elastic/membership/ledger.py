@@ -142,6 +142,10 @@ class Ledger:
         """Nodes that vanished since the last World was published: their rows are rubbish."""
         return frozenset(self._gone)
 
+    def is_stranger(self, node_id: str) -> bool:
+        """Whether a registered node wants to run another job."""
+        return node_id in self._strangers
+
     def summary_of(self, node_id: str) -> str:
         """What a registered node wants to run."""
         return self._nodes[node_id].record.summary

@@ -157,6 +157,14 @@ def test_newcomers_without_a_place_are_told_once(view: View) -> None:
     assert act(replace(view, told=frozenset("c"))) == Wait()
 
 
+def test_a_second_node_in_a_job_of_one_is_sent_away_once_the_first_has_had_time_to_prove_dead() -> None:
+    view = a_view(a_spec(1, 1), A, B, world=a_world(A), newcomer_s=NOW)
+    patience_s = 2 * SETTINGS.detect_timeout_s
+    assert act(view) == Wait(NOW + patience_s)
+    assert act(view, NOW + patience_s) == Tell(("b",), refused=True)
+    assert act(replace(view, told=frozenset("b")), NOW + patience_s) == Wait()
+
+
 # -- losses
 
 

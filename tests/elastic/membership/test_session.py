@@ -297,6 +297,26 @@ async def test_two_jobs_with_one_id_are_told_apart_and_the_first_goes_on() -> No
 
 
 @in_virtual_time
+async def test_the_same_job_of_one_node_started_twice_is_refused_and_the_first_goes_on() -> None:
+    server, spec = FakeServer(), a_spec(1, 1)
+    first = FakeNode(server, spec, "n0")
+    await until_running([first], 1)
+    second = FakeNode(server, spec, "n1")
+    with pytest.raises(UsageError, match=r"'job' runs already .*--job-id, or --nnodes 1:2"):
+        await second.task
+    assert first.world is not None and first.world.generation == 1
+
+
+@in_virtual_time
+async def test_a_job_of_one_node_goes_on_where_its_node_is_started_again_after_a_crash() -> None:
+    server, spec = FakeServer(), a_spec(1, 1)
+    first = FakeNode(server, spec, "n0")
+    await until_running([first], 1)
+    await first.die()
+    await until_running([FakeNode(server, spec, "n1")], 2)
+
+
+@in_virtual_time
 async def test_a_finished_job_is_history_and_its_id_can_be_used_again() -> None:
     server = FakeServer()
     for digest in ("first", "second"):
