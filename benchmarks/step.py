@@ -23,7 +23,7 @@ from benchmarks.harness import REPOSITORY, Report, Row, finish, parser
 from benchmarks.ratios import Summary, paired_ratio
 from tests.lab import Lab
 
-_RANKS = 4
+RANKS = 4
 _PORT = 29500
 _CAP_S = 900.0
 
@@ -35,6 +35,9 @@ class Network:
     name: str
     rate_mbit: float | None = None
     lab: bool = True
+    hosts: int = RANKS
+    delay_ms: float | None = None
+    """One way, between a host and the switch."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Turns:
     """TCP of the lab's hosts."""
 
 
-LOOPBACK = Network("loopback", lab=False)
+LOOPBACK = Network("loopback", lab=False, hosts=1)
 HOSTS = Network("4 hosts, unlimited")
 GIGABIT = Network("4 hosts, 1 Gbit/s", 1000)
 FAST_ETHERNET = Network("4 hosts, 100 Mbit/s", 100)
@@ -148,21 +151,24 @@ def run_contest(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
 def _placed(network: Network, turns: Turns) -> Iterator[tuple[str, list[Any]]]:
     """Rank 0's address and one function per rank that starts a process in its place."""
     if not network.lab:
-        yield "127.0.0.1", [subprocess.Popen] * _RANKS
+        yield "127.0.0.1", [subprocess.Popen] * RANKS
         return
-    with Lab(_RANKS, network.rate_mbit, congestion_control=turns.congestion_control) as lab:
-        yield lab.hosts[0].address, [host.popen for host in lab.hosts]
+    control = turns.congestion_control
+    with Lab(network.hosts, network.rate_mbit, network.delay_ms, congestion_control=control) as lab:
+        per_host = RANKS // network.hosts
+        yield lab.hosts[0].address, [lab.hosts[rank // per_host].popen for rank in range(RANKS)]
 
 
 def _environment(rank: int, address: str, network: Network) -> dict[str, str]:
+    per_host = RANKS // network.hosts
     return {
         **os.environ,
         "RANK": str(rank),
-        "WORLD_SIZE": str(_RANKS),
-        "LOCAL_RANK": "0" if network.lab else str(rank),
-        "LOCAL_WORLD_SIZE": "1" if network.lab else str(_RANKS),
-        "GROUP_RANK": str(rank) if network.lab else "0",
-        "GROUP_WORLD_SIZE": str(_RANKS) if network.lab else "1",
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "GROUP_RANK": str(rank // per_host),
+        "GROUP_WORLD_SIZE": str(network.hosts),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(_PORT),
         "OMP_NUM_THREADS": "1",
@@ -209,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [NETWORKS[name] for name in args.networks.split(",")]
     chosen = {"ddp", *args.cases.split(",")}
     report = Report(
-        name="step", title=f"seconds per step, {_RANKS} ranks, against torch DDP on Gloo", quick=args.quick
+        name="step", title=f"seconds per step, {RANKS} ranks, against torch DDP on Gloo", quick=args.quick
     )
     report.facts["ranks_pinned"] = turns.pin
     report.facts["tcp_congestion_control_of_hosts"] = turns.congestion_control

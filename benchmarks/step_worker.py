@@ -1,8 +1,8 @@
 """One rank of the step benchmark: all contestants live in the same processes and take turns.
 
-A case is `ddp` or `ddp_fp16`, both on Gloo, or one of baguarun's algorithms: on its own transport, or, with
-`@gloo` behind the name, on Gloo. Started by `benchmarks/step.py` with torchrun's variables; rank 0 writes the
-blocks as JSON to `--out`.
+A case is `ddp`, `ddp_fp16` or `ddp_powersgd`, all on Gloo; `alone`, which communicates nothing; or one of
+baguarun's algorithms: on its own transport, or, with `@gloo` behind the name, on Gloo. Started by
+`benchmarks/step.py` with torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import baguarun
+from baguarun.comm.algorithms import ALGORITHMS
 from benchmarks.harness import rotated
 
 _WARM_UP_STEPS = 3
@@ -62,10 +64,18 @@ def wrap(
     """The model made distributed as contestant `case` does it, and its optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if case.startswith("ddp"):
-        wrapped = DistributedDataParallel(model, process_group=gloo, gradient_as_bucket_view=True)
+        # On Gloo the collectives that torch's PowerSGD starts in callbacks of several buckets cross.
+        cap_mb = 1024 if case == "ddp_powersgd" else None
+        wrapped = DistributedDataParallel(
+            model, process_group=gloo, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
+        )
         if case == "ddp_fp16":
             wrapped.register_comm_hook(gloo, fp16_compress_hook)
+        elif case == "ddp_powersgd":
+            wrapped.register_comm_hook(PowerSGDState(gloo, start_powerSGD_iter=2), powerSGD_hook)
         return wrapped, optimizer
+    if case == "alone":
+        return model, optimizer
     algorithm, _, transport = case.partition("@")
     return baguarun.DistributedDataParallel(
         model,
@@ -88,6 +98,12 @@ def stepper(case: str, model_name: str, gloo: dist.ProcessGroup) -> Callable[[],
         optimizer.step()
 
     return step
+
+
+def period(case: str) -> int:
+    """Steps after which what a case does repeats."""
+    kind = ALGORITHMS.get(case.partition("@")[0])
+    return int(getattr(kind, "local_steps", 1))
 
 
 def sent_bytes() -> float:
@@ -122,8 +138,10 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
     steppers = {case: stepper(case, model_name, gloo) for case in cases}
     steps = {}
     for case, step in steppers.items():
-        timed(step, _WARM_UP_STEPS)
-        steps[case] = max(_LEAST_STEPS, min(200, math.ceil(block_s / timed(step, 1))))
+        # Turns are whole periods, from the first step on.
+        timed(step, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
+        wanted = max(_LEAST_STEPS, min(200, math.ceil(block_s / timed(step, 1))))
+        steps[case] = math.ceil(wanted / period(case)) * period(case)
     blocks = []
     for number in range(rounds):
         for case in rotated(cases, number):
