@@ -14,6 +14,7 @@ from torch import nn
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.groups import read_worker_env
 from baguarun.comm.session import CommunicationStats, DataParallelSession, SessionSettings
+from baguarun.comm.weighting import MicroBatch
 from baguarun.errors import UsageError
 
 
@@ -83,6 +84,22 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Forwards inside it accumulate gradients locally, until a backward whose forward was outside."""
         return self._session.no_sync()
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use, with its settings."""
+        return self._session.algorithm
+
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Forwards inside it are of one part of an uneven step; only the last part's backward communicates.
+
+        Where it is used, every rank uses it for all parts of the step, or calls `take_part`.
+        """
+        return self._session.micro_batch(micro_batch)
+
+    def take_part(self) -> None:
+        """Stands for forward and backward on a rank that has no sample in a step."""
+        self._session.take_part()
 
     def stats(self) -> CommunicationStats:
         """What this model's communication has cost so far, on this rank."""

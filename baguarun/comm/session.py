@@ -19,6 +19,7 @@ from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
@@ -88,6 +89,7 @@ class DataParallelSession:
         self.settings = settings
         self._sync_gradients = True
         self._last_forward_synced = True
+        self._micro_batch: MicroBatch | None = None
         self._engine: Any = None
         self._stepper: Stepper | None = None
         self._boundary: StepBoundary | None = None
@@ -97,6 +99,7 @@ class DataParallelSession:
                 "step this model"
             )
         parameters = trainable_parameters(module)
+        self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
         parent = _require_group(process_group)
         algorithm.check(read_worker_env())
@@ -135,8 +138,8 @@ class DataParallelSession:
             self._boundary.before_forward()
         syncing = torch.is_grad_enabled() and self._sync_gradients
         if torch.is_grad_enabled() and self._engine is not None:
-            self._engine.before_forward(syncing and self._sends_gradients())
-        if self._buffers and (syncing or self._last_forward_synced) and self._shares_buffers():
+            self._engine.before_forward(self._begins_round() and self._sends_gradients())
+        if self._buffers and self._shares_buffers_before(syncing):
             self._broadcast(self._buffers)
         if torch.is_grad_enabled() and self._stepper is not None:
             self._stepper.before_forward()
@@ -146,6 +149,10 @@ class DataParallelSession:
         syncing = torch.is_grad_enabled() and self._sync_gradients
         if torch.is_grad_enabled():
             self._last_forward_synced = self._sync_gradients
+        if torch.is_grad_enabled() and self._micro_batch is not None:
+            weight = self._micro_batch.weight(of_step=self._sends_gradients())
+            if weight != 1:
+                weigh_gradients(find_tensors(output), weight)
         if syncing and self._boundary is not None:
             self._boundary.after_forward(find_tensors(output))
         if self._engine is None:
@@ -164,6 +171,24 @@ class DataParallelSession:
             yield
         finally:
             self._sync_gradients = before
+
+    @contextmanager
+    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Forwards inside it are of one part of a step; only the last part's backward communicates."""
+        before = self._micro_batch, self._sync_gradients
+        self._micro_batch, self._sync_gradients = micro_batch, micro_batch.is_last
+        try:
+            yield
+        finally:
+            self._micro_batch, self._sync_gradients = before
+
+    def take_part(self) -> None:
+        """Forward and backward of a rank that has no sample in this step: it adds zero to the gradients."""
+        with self.micro_batch(MicroBatch()):
+            self.before_forward()
+            scalar = backward_of_nothing(self._parameters)
+            self.after_forward(scalar)
+            scalar.backward()  # type: ignore[no-untyped-call]
 
     def stats(self) -> CommunicationStats:
         """Counters since construction."""
@@ -194,6 +219,20 @@ class DataParallelSession:
             )
         if self._stepper is not None:
             self._stepper.load_state_dict(state)
+
+    def _begins_round(self) -> bool:
+        """Whether this forward is the first of those that end in a communicating backward.
+
+        With micro-batches that is the step's first one, on every rank, however many more a rank has.
+        """
+        return self._sync_gradients if self._micro_batch is None else self._micro_batch.is_first
+
+    def _shares_buffers_before(self, syncing: bool) -> bool:
+        if not self._shares_buffers():
+            return False
+        return (
+            syncing or self._last_forward_synced if self._micro_batch is None else self._micro_batch.is_first
+        )
 
     def _sends_gradients(self) -> bool:
         return self._stepper is None or self._stepper.sends_gradients()

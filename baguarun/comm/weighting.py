@@ -1,0 +1,53 @@
+"""Steps that are unevenly shared: forwards that count more or less, and ranks that have nothing to add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One part of a rank's share of a step."""
+
+    weight_of_step: float = 1.0
+    """What its gradient counts where gradients are averaged over the ranks."""
+    weight_of_rank: float = 1.0
+    """What it counts among this rank's parts, where gradients stay local."""
+    is_first: bool = True
+    is_last: bool = True
+
+    def weight(self, *, of_step: bool) -> float:
+        return self.weight_of_step if of_step else self.weight_of_rank
+
+
+def weigh_gradients(outputs: Iterable[torch.Tensor], weight: float) -> None:
+    """Multiply all gradients that come through `outputs` of a forward by `weight`."""
+
+    def weigh(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * weight
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(weigh)  # type: ignore[no-untyped-call]
+
+
+def backward_of_nothing(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """A scalar whose backward adds zero to the gradient of every parameter."""
+    scalar: torch.Tensor = _Nothing.apply(*parameters)  # type: ignore[no-untyped-call]
+    return scalar
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(found.shape, found.dtype, found.device) for found in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
