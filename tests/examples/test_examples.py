@@ -64,3 +64,16 @@ def test_charlm_learns_and_writes_on_two_workers() -> None:
     output = run(BAGUARUN, "charlm", "--steps", "20", "--sample", "40", "--algorithm", "bytegrad")
     assert losses(output)[-1] < losses(output)[0] - 1
     assert "The model writes:" in output and "def " in output
+
+
+@pytest.mark.slow
+def test_preemptible_goes_on_on_another_number_of_workers(tmp_path: Path) -> None:
+    folder = ["--checkpoints", str(tmp_path)]
+    begun = run(BAGUARUN, "preemptible", "--epochs", "2", *folder)
+    assert "epoch  2/2   step 58" in begun
+    # 29 steps of 64 samples in each epoch, as before; the last 8 steps were after the last checkpoint.
+    ended = run(PLAIN, "preemptible", "--epochs", "4", *folder)
+    assert "without what was each worker's own" in ended
+    assert "epoch  1/4" not in ended
+    assert "epoch  4/4   step 116" in ended
+    assert float(re.findall(r"accuracy ([0-9.]+)%", ended)[0]) > 90

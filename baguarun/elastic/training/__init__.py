@@ -1,0 +1,1 @@
+"""Worker side: the state of training, its steps and its checkpoints."""

@@ -1,0 +1,284 @@
+"""Checkpoints in a folder: written beside training, published by a rename, read back by any number of ranks.
+
+FOLDER/step-000000000500/   shared.pt             what all ranks have in common, by rank 0
+                            rank-00003.pt         what is rank 3's own
+                            checkpoint.json       who wrote it; a checkpoint without it does not exist
+FOLDER/writing-.../         one that is being written, or was when the job died
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.groups import read_worker_env
+from baguarun.elastic.training.snapshot import Snapshot
+from baguarun.errors import BaguarunError, UsageError
+
+_PREFIX = "step-"
+_OTHERS_PATIENCE_S = 120.0
+"""How long rank 0 waits for the files of ranks that share the folder."""
+
+
+class CheckpointError(BaguarunError):
+    """A checkpoint could not be written or read; the message names the file and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Where, how often and how many. All workers should see the same folder: a World of other nodes finds
+    it then, and each worker's own state (error feedback, random numbers) is kept too."""
+
+    folder: str | Path
+    """Made if it is not there."""
+    every_steps: int = 0
+    """Write at every so manyth commit; 0: only at `State.save()`."""
+    keep: int = 3
+    """How many to keep; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise UsageError(f"Checkpoints: every_steps={self.every_steps}; want 0 or more")
+        if self.keep < 1:
+            raise UsageError(f"Checkpoints: keep={self.keep}; want 1 or more")
+
+
+class CheckpointFolder:
+    """Writes and reads one job's checkpoints. Threads: the one that trains; writes on a thread of its own."""
+
+    def __init__(self, settings: Checkpoints) -> None:
+        self._settings = settings
+        self._root = Path(settings.folder)
+        self._writer: threading.Thread | None = None
+        self._failure: str | None = None
+        self._who_shares: set[int] | None = None
+        # Tells our unfinished checkpoints from those of another life of the job. The same on all ranks.
+        self._life = ""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether a checkpoint belongs to the commit of that number."""
+        every = self._settings.every_steps
+        return every > 0 and steps % every == 0
+
+    def write(self, snapshot: Snapshot, *, wait: bool) -> None:
+        """Write `snapshot`; with `wait`, until it is published, raising what went wrong. Collective."""
+        self._join()
+        self.report()
+        if self._who_shares is None:
+            self._life = _gather(uuid.uuid4().hex[:8])[0]
+            self._who_shares = self._find_who_shares()
+        self._writer = threading.Thread(
+            target=self._write, args=(snapshot, _rank()), name="baguarun-checkpoint", daemon=True
+        )
+        self._writer.start()
+        if not wait:
+            return
+        self._join()
+        failures = [found for found in _gather(self._failure) if found is not None]
+        self._failure = None
+        if failures:
+            raise CheckpointError(failures[0])
+
+    def report(self) -> None:
+        """Say once what went wrong with a write beside training, which goes on all the same."""
+        if self._failure is not None:
+            print(f"baguarun: no checkpoint: {self._failure}", file=sys.stderr, flush=True)
+            self._failure = None
+
+    def close(self) -> None:
+        self._join()
+        self.report()
+
+    def read(self) -> Snapshot | None:
+        """The newest checkpoint that all ranks can have. Collective."""
+        here = {path.name: path for path in self._published()}
+        everywhere = _gather(sorted(here))
+        for name in sorted({name for names in everywhere for name in names}, reverse=True):
+            reader = next(rank for rank, names in enumerate(everywhere) if name in names)
+            snapshot = self._read(name, here.get(name), reader)
+            if snapshot is not None:
+                return snapshot
+        return None
+
+    def _read(self, name: str, path: Path | None, reader: int) -> Snapshot | None:
+        """The checkpoint of that name, what is shared being sent by rank `reader`; None if it is damaged."""
+        rank, shared, own, trouble = _rank(), None, None, None
+        try:
+            if rank == reader and path is not None:
+                shared = _load(path / "shared.pt")
+            own = self._own_part(path, rank)
+        except Exception as error:  # noqa: BLE001 - whatever a damaged file makes torch raise
+            trouble = f"{path}: {error}"
+        troubles = [found for found in _gather(trouble) if found is not None]
+        if troubles:
+            if rank == 0:
+                print(f"baguarun: checkpoint passed over: {troubles[0]}", file=sys.stderr, flush=True)
+            return None
+        shared = _send_from(reader, shared)
+        assert shared is not None
+        if any(part is None for part in _gather(None if own is None else True)):
+            own = None
+            if rank == 0:
+                print(
+                    f"baguarun: going on from {name} without what was each worker's own (error feedback, "
+                    "random numbers): the number of workers has changed, or not all of them see the folder",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return Snapshot(own=own, **shared)
+
+    def _own_part(self, path: Path | None, rank: int) -> Any:
+        if path is None:
+            return None
+        facts = json.loads((path / "checkpoint.json").read_text())
+        file = path / f"rank-{rank:05}.pt"
+        return _load(file) if facts["world_size"] == _world_size() and file.exists() else None
+
+    def _write(self, snapshot: Snapshot, rank: int) -> None:
+        """On the writer's thread."""
+        assert self._who_shares is not None
+        if rank not in self._who_shares:
+            return
+        writing = self._root / f"writing-{snapshot.steps:012}-{self._life}"
+        try:
+            writing.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                shared = {"steps": snapshot.steps, "places": snapshot.places, "shared": snapshot.shared}
+                _save(shared, writing / "shared.pt")
+            _save(snapshot.own, writing / f"rank-{rank:05}.pt")
+            if rank == 0:
+                self._publish(writing, snapshot.steps)
+        except (OSError, RuntimeError, CheckpointError) as error:
+            self._failure = f"step {snapshot.steps}, {writing}: {error}"
+            with contextlib.suppress(OSError):
+                (writing / f"rank-{rank:05}.failed").touch()
+            if rank == 0:
+                shutil.rmtree(writing, ignore_errors=True)
+
+    def _publish(self, writing: Path, steps: int) -> None:
+        assert self._who_shares is not None
+        generation = read_worker_env().generation
+        give_up_at_s = time.monotonic() + _OTHERS_PATIENCE_S
+        awaited = [writing / f"rank-{rank:05}.pt" for rank in sorted(self._who_shares)]
+        while missing := [file.name for file in awaited if not file.exists()]:
+            if failed := [file.stem for file in writing.glob("*.failed")]:
+                raise CheckpointError(f"{', '.join(sorted(failed))} could not write")
+            if time.monotonic() > give_up_at_s:
+                raise CheckpointError(f"{', '.join(missing)} did not come in {_OTHERS_PATIENCE_S:g} s")
+            time.sleep(0.02)
+        newest = self._published()[-1:]
+        if newest and _facts(newest[0])["generation"] > generation:
+            raise CheckpointError(f"{newest[0].name} is of a later World; this worker is of one that ended")
+        facts = {"steps": steps, "world_size": _world_size(), "generation": generation}
+        (writing / "checkpoint.json").write_text(json.dumps(facts) + "\n")
+        target = self._root / f"{_PREFIX}{steps:012}"
+        if target.exists():
+            # Of an earlier life that had come as far: this one is whole, too.
+            shutil.rmtree(target)
+        os.rename(writing, target)
+        _sync_folder(self._root)
+        for old in self._published()[: -self._settings.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        for stale in self._root.glob("writing-*"):
+            # Not those of later steps: another rank may have begun the next one.
+            if stale.name < writing.name:
+                shutil.rmtree(stale, ignore_errors=True)
+
+    def _published(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(path for path in self._root.glob(f"{_PREFIX}*") if (path / "checkpoint.json").exists())
+
+    def _find_who_shares(self) -> set[int]:
+        """Ranks that see what rank 0 writes. Collective."""
+        token = self._root / f"probe-{self._life}"
+        trouble = None
+        if _rank() == 0:
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+                token.touch()
+            except OSError as error:
+                trouble = f"{self._root}: {error}"
+        if (found := _gather(trouble)[0]) is not None:
+            raise CheckpointError(f"the checkpoints' folder cannot be written: {found}")
+        sharing = {rank for rank, sees in enumerate(_gather(token.exists())) if sees}
+        _gather(None)
+        if _rank() == 0:
+            token.unlink()
+            if len(sharing) < _world_size():
+                print(
+                    f"baguarun: {_world_size() - len(sharing)} of {_world_size()} workers do not see rank "
+                    f"0's folder {self._root}: their own state (error feedback, random numbers) is not kept",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return sharing
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+
+def _save(value: Any, path: Path) -> None:
+    """Write-then-rename: whoever sees the name sees the whole file."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(partial, path)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((path / "checkpoint.json").read_text())
+    return facts
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(value: Any) -> list[Any]:
+    """`value` of all ranks."""
+    if _world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * _world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _send_from(rank: int, value: Any) -> Any:
+    """`value` of that rank, on all."""
+    if _world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=rank)
+    return box[0]

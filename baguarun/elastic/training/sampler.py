@@ -1,0 +1,158 @@
+"""Which samples come next: an order per epoch, and a place in it that any World can go on from."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from baguarun.elastic.training.dealing import Deal, deals
+from baguarun.errors import UsageError
+
+
+class BatchPolicy(enum.Enum):
+    """What becomes of the samples per step when the number of workers changes."""
+
+    CONSTANT = "constant"
+    """They stay `batch_size` times the number of workers that training began with."""
+    SCALE_LR = "scale_lr"
+    """`batch_size` per worker; learning rates follow in proportion (Goyal et al., arXiv 1706.02677)."""
+    FIXED_PER_WORKER = "fixed_per_worker"
+    """`batch_size` per worker; learning rates stay."""
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """Deals each epoch's samples to the ranks, every one exactly once whatever becomes of the World.
+
+    Give it to the loader: `DataLoader(data, batch_sampler=ElasticSampler(data, 32))`, and the loader to
+    `State.steps`, which moves the place in the epoch at every commit. It yields this rank's micro-batches
+    from there to the end of the epoch.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(
+        self,
+        data: Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        policy: str = BatchPolicy.CONSTANT.value,
+    ) -> None:
+        """`batch_size`: samples of one worker in one step when training begins, and the most in one
+        micro-batch ever. `drop_last` leaves out an epoch's last step if it is short. Equal on all ranks.
+        """
+        if batch_size < 1:
+            raise UsageError(f"ElasticSampler: batch_size={batch_size}; want at least 1")
+        policies = [known.value for known in BatchPolicy]
+        if policy not in policies:
+            raise UsageError(f"ElasticSampler: policy={policy!r}; want one of {', '.join(policies)}")
+        self._length = len(data)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._policy = BatchPolicy(policy)
+        self._rank, self._world_size = _own_place()
+        self._first_world_size = self._world_size
+        self._order: list[int] = []
+        self._order_epoch = -1
+        self.epoch = 0
+        """Number of the epoch, which seeds its order."""
+        self.cursor = 0
+        """Samples of the epoch that are behind us."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
+        constant = self._policy is BatchPolicy.CONSTANT
+        return self._batch_size * (self._first_world_size if constant else self._world_size)
+
+    @property
+    def lr_factor(self) -> float:
+        """What learning rates are to be multiplied by in this World."""
+        return self._world_size / self._first_world_size if self._policy is BatchPolicy.SCALE_LR else 1.0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def deals(self) -> Iterator[Deal]:
+        """The steps from here to the end of the epoch."""
+        return deals(
+            self.cursor,
+            self._length,
+            global_batch=self.global_batch,
+            world_size=self._world_size,
+            batch_size=self._batch_size,
+            drop_last=self._drop_last,
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order_of_epoch()
+        for deal in self.deals():
+            for micro_batch in deal.micro_batches(self._rank):
+                yield order[micro_batch.start : micro_batch.stop]
+
+    def __len__(self) -> int:
+        """This rank's micro-batches from here to the end of the epoch."""
+        return sum(len(deal.micro_batches(self._rank)) for deal in self.deals())
+
+    def begin_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch += 1
+        self.cursor = 0
+
+    def enter_world(self) -> None:
+        """Take over this process's present rank and world size."""
+        self._rank, self._world_size = _own_place()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, equal on all ranks."""
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "first_world_size": self._first_world_size,
+            "length": self._length,
+            "batch_size": self._batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, in a World of any size. Raises `UsageError` if the order would be another."""
+        for name, here in (
+            ("length", self._length),
+            ("batch_size", self._batch_size),
+            ("shuffle", self._shuffle),
+            ("seed", self._seed),
+        ):
+            if state[name] != here:
+                raise UsageError(
+                    f"ElasticSampler: the state was kept with {name}={state[name]!r}, here it is {here!r}; "
+                    "want the same data and settings, else samples would be left out or repeated"
+                )
+        self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
+        self._first_world_size = int(state["first_world_size"])
+
+    def _order_of_epoch(self) -> list[int]:
+        if self._order_epoch != self.epoch:
+            if self._shuffle:
+                generator = torch.Generator().manual_seed(self._seed + self.epoch)
+                self._order = torch.randperm(self._length, generator=generator).tolist()
+            else:
+                self._order = list(range(self._length))
+            self._order_epoch = self.epoch
+        return self._order
+
+
+def _own_place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

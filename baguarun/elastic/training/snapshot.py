@@ -1,0 +1,94 @@
+"""A state at one commit, on the CPU: what all ranks have in common, and what is each rank's own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.elastic.training import values
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """`shared` is equal on all ranks. `own` is this rank's, None where it was not kept."""
+
+    steps: int
+    places: list[dict[str, Any]]
+    shared: dict[str, Any]
+    own: dict[str, Any] | None = field(default=None, repr=False)
+
+    @classmethod
+    def take(cls, captured: Mapping[str, Any], steps: int, places: list[dict[str, Any]]) -> Snapshot:
+        """Collective if the algorithm lets replicas differ: their average is what they have in common."""
+        kept = {name: values.capture(value) for name, value in captured.items()}
+        own: dict[str, Any] = {"random": _random_states(), "algorithm": {}, "replica": {}}
+        differ = [name for name, value in captured.items() if _replicas_differ(value)]
+        for name, value in captured.items():
+            if isinstance(value, DistributedDataParallel):
+                own["algorithm"][name] = value.algorithm_state_dict()
+            if differ and values.is_stateful(value):
+                own["replica"][name] = kept[name]
+        for name in differ:
+            kept[name] = _averaged(kept[name])
+        return cls(steps=steps, places=places, shared=kept, own=own)
+
+    def put_back(self, captured: dict[str, Any]) -> None:
+        """Give all values back what they were. Without `own`, algorithms and random numbers begin anew."""
+        for name in captured:
+            if name in self.shared:
+                replica = {} if self.own is None else self.own["replica"]
+                captured[name] = values.restore(captured[name], replica.get(name, self.shared[name]))
+        if self.own is None:
+            return
+        for name, state in self.own["algorithm"].items():
+            if state and name in captured:
+                captured[name].load_algorithm_state_dict(state)
+        _restore_random_states(self.own["random"])
+
+
+def _replicas_differ(value: object) -> bool:
+    return isinstance(value, DistributedDataParallel) and value.algorithm.exchanges_weights
+
+
+def _averaged(state: dict[str, Any]) -> dict[str, Any]:
+    """The average over the ranks of all floating-point tensors; others stay this rank's."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return state
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    averaged = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            total = value.to(device, torch.float64 if value.dtype == torch.float64 else torch.float32)
+            total = total.clone() if total is value else total
+            dist.all_reduce(total)
+            value = (total / dist.get_world_size()).to("cpu", value.dtype)
+        averaged[name] = value
+    return averaged
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (str(name), torch.from_numpy(keys.astype("int64")), *rest)
+    return states
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))

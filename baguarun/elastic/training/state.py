@@ -1,0 +1,173 @@
+"""`State`: what training goes on from, wherever and on however many workers it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.elastic.training import values
+from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
+from baguarun.elastic.training.dealing import Deal
+from baguarun.elastic.training.learning_rates import scale_learning_rates
+from baguarun.elastic.training.sampler import ElasticSampler
+from baguarun.elastic.training.snapshot import Snapshot
+from baguarun.elastic.training.steps import MicroBatches
+from baguarun.errors import UsageError
+
+
+class State:
+    """Holds everything that training consists of: `State(model=..., optimizer=..., epoch=0)`.
+
+    What is given by name is there as an attribute: objects with state_dict and load_state_dict (models,
+    optimizers, schedulers, GradScaler), and plain values (numbers, strings, tensors, lists and dicts), which
+    may be assigned anew. Wrap the model first. Raises `UsageError` for what cannot be kept.
+
+    `commit` ends a step: only what is committed counts. With `checkpoints`, the state is written every so
+    often, and `baguarun.elastic.run` goes on from the newest.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(self, *, checkpoints: Checkpoints | None = None, **captured: Any) -> None:
+        for name, value in captured.items():
+            if hasattr(type(self), name) or name.startswith("_"):
+                raise UsageError(f"State: '{name}' is a name of State itself; want another one")
+            values.require_capturable(name, value)
+        self._captured = captured
+        self._folder = None if checkpoints is None else CheckpointFolder(checkpoints)
+        self._steps = 0
+        self._samplers: list[ElasticSampler] = []
+        # Places in the data of loaders that have not been seen yet.
+        self._places: list[dict[str, Any]] = []
+        self._open: tuple[ElasticSampler, Deal, MicroBatches] | None = None
+        scale_learning_rates(
+            [value for value in captured.values() if isinstance(value, torch.optim.Optimizer)],
+            lambda: self._samplers[0].lr_factor if self._samplers else 1.0,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        captured = self.__dict__.get("_captured", {})
+        if name not in captured:
+            raise AttributeError(f"State holds no '{name}'; it holds {', '.join(sorted(captured))}")
+        return captured[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name not in self._captured:
+            if not name.startswith("_"):
+                raise AttributeError(
+                    f"State holds no '{name}'; name it when the state is made: State({name}=...)"
+                )
+            super().__setattr__(name, value)
+            return
+        values.require_capturable(name, value)
+        self._captured[name] = value
+
+    @property
+    def committed_steps(self) -> int:
+        """Steps since training began, over all lives of the job."""
+        return self._steps
+
+    def steps(self, loader: DataLoader[Any]) -> Iterator[MicroBatches]:
+        """The steps from here to the end of the epoch, each as this rank's micro-batches.
+
+        `loader` has `batch_sampler=ElasticSampler(...)`. Call `commit` at the end of each step. When the loop
+        ends the next call is for the next epoch.
+        """
+        sampler = self._sampler_of(loader)
+        models = [value for value in self._captured.values() if isinstance(value, DistributedDataParallel)]
+        # Beginning to load draws a seed for the loader's workers. An epoch that is gone on with begins once
+        # more than an undisturbed one, and what is drawn after that should be the same.
+        random_state = torch.get_rng_state()
+        batches = iter(loader)
+        torch.set_rng_state(random_state)
+        for deal in sampler.deals():
+            step = MicroBatches(batches, deal, sampler.rank, models)
+            self._open = (sampler, deal, step)
+            yield step
+            if self._open is not None:
+                raise UsageError("State.steps: the step before was not committed; want state.commit() in it")
+        sampler.begin_epoch()
+
+    def commit(self) -> None:
+        """The step is done on this rank: its samples are behind us. Collective where a checkpoint is due."""
+        if self._open is not None:
+            sampler, deal, step = self._open
+            if not step.is_done and len(step) > 0:
+                raise UsageError(
+                    "State.commit: not all micro-batches of the step were used; want a loop over all of them"
+                )
+            sampler.cursor = deal.end
+            self._open = None
+        self._steps += 1
+        if self._folder is not None:
+            self._folder.report()
+            if self._folder.is_due(self._steps):
+                self._folder.write(self._snapshot(), wait=False)
+
+    def save(self) -> None:
+        """Write a checkpoint now, and wait until it is there. Collective; raises what went wrong."""
+        self._require_folder().write(self._snapshot(), wait=True)
+
+    def load(self) -> bool:
+        """Go on from the newest checkpoint; False if there is none. Collective."""
+        snapshot = self._require_folder().read()
+        if snapshot is None:
+            return False
+        self._adopt(snapshot)
+        return True
+
+    def resume(self) -> None:
+        """`load`, where there are checkpoints. Called by `baguarun.elastic.run`."""
+        if self._folder is not None:
+            self.load()
+
+    def close(self) -> None:
+        """Wait for checkpoints that are being written."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _require_folder(self) -> CheckpointFolder:
+        if self._folder is None:
+            raise UsageError("State: no checkpoints; want State(..., checkpoints=Checkpoints('folder'))")
+        return self._folder
+
+    def _snapshot(self) -> Snapshot:
+        places = [sampler.state_dict() for sampler in self._samplers]
+        return Snapshot.take(self._captured, self._steps, places + self._places[len(places) :])
+
+    def _adopt(self, snapshot: Snapshot) -> None:
+        snapshot.put_back(self._captured)
+        self._steps = snapshot.steps
+        self._places = snapshot.places
+        self._open = None
+        for sampler, place in zip(self._samplers, self._places, strict=False):
+            sampler.load_state_dict(place)
+
+    def _sampler_of(self, loader: DataLoader[Any]) -> ElasticSampler:
+        sampler = loader.batch_sampler
+        if not isinstance(sampler, ElasticSampler):
+            raise UsageError(
+                "State.steps: the loader deals its batches itself; want "
+                "DataLoader(data, batch_sampler=baguarun.elastic.ElasticSampler(data, batch_size))"
+            )
+        if sampler not in self._samplers:
+            sampler.enter_world()
+            index = len(self._samplers)
+            if index < len(self._places):
+                sampler.load_state_dict(self._places[index])
+            self._samplers.append(sampler)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self._require_wrapped()
+        return sampler
+
+    def _require_wrapped(self) -> None:
+        if not any(isinstance(value, DistributedDataParallel) for value in self._captured.values()):
+            raise UsageError(
+                "State.steps: several workers, and no baguarun.DistributedDataParallel in the state; want "
+                "State(model=baguarun.DistributedDataParallel(model, ...))"
+            )

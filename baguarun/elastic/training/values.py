@@ -1,0 +1,68 @@
+"""What a `State` holds: objects with a state_dict, and plain values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether `value` keeps itself by state_dict and load_state_dict."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def require_capturable(name: str, value: object) -> None:
+    """Raise `UsageError` for a value that cannot be kept."""
+    if not is_stateful(value) and not _is_plain(value):
+        raise UsageError(
+            f"State: '{name}' is a {type(value).__name__}, which cannot be kept; want an object with "
+            "state_dict() and load_state_dict(), or numbers, strings, tensors and lists, tuples or dicts of "
+            "them"
+        )
+
+
+def capture(value: Any) -> Any:
+    """A copy that later changes of `value` do not reach; tensors on the CPU."""
+    if isinstance(value, DistributedDataParallel):
+        # Without the wrapper's "module." before every name: the same file serves the bare model.
+        return _copy(value.module.state_dict())
+    return _copy(value.state_dict() if is_stateful(value) else value)
+
+
+def restore(value: Any, kept: Any) -> Any:
+    """`value` as it was kept: itself, loaded, or a copy of `kept` in its place."""
+    if isinstance(value, DistributedDataParallel):
+        value.module.load_state_dict(kept)
+        return value
+    if is_stateful(value):
+        value.load_state_dict(kept)
+        return value
+    return copy.deepcopy(kept)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    if isinstance(value, tuple):
+        items = [_copy(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return copy.deepcopy(value)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import baguarun
+from baguarun.elastic import Checkpoints, ElasticSampler, State
+from baguarun.errors import UsageError
+from tests.elastic.training.programs import (
+    SAMPLES,
+    Interrupted,
+    make_data,
+    make_loader,
+    make_state,
+    train,
+    weights_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def world_of_one():
+    baguarun.init_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop_in_step", [1, 7, 16, 20])
+def test_interrupted_training_ends_with_the_same_bits_as_undisturbed(tmp_path, stop_in_step, workers):
+    undisturbed = make_state(None)
+    train(undisturbed, make_loader(), 2)
+    with pytest.raises(Interrupted):
+        train(make_state(tmp_path), make_loader(), 2, stop_in_step)
+    resumed = make_state(tmp_path)
+    train(resumed, make_loader(workers=workers), 2)
+    assert resumed.seen == undisturbed.seen
+    assert resumed.committed_steps == undisturbed.committed_steps == 32
+    assert sorted(resumed.seen) == [(epoch, name) for epoch in range(2) for name in range(SAMPLES)]
+    assert all(map(np.array_equal, weights_of(resumed), weights_of(undisturbed)))
+
+
+def test_a_job_that_has_ended_trains_no_more(tmp_path):
+    first = make_state(tmp_path)
+    train(first, make_loader(), 1)
+    first.save()
+    again = make_state(tmp_path)
+    train(again, make_loader(), 1)
+    assert again.committed_steps == first.committed_steps == 16
+
+
+def test_values_are_attributes_and_may_be_assigned():
+    state = State(epoch=0, best={"loss": 1.5})
+    state.epoch += 1
+    assert state.epoch == 1
+    assert state.best == {"loss": 1.5}
+    with pytest.raises(AttributeError, match="holds no 'epochs'; it holds best, epoch"):
+        print(state.epochs)
+    with pytest.raises(AttributeError, match=r"State\(epochs=...\)"):
+        state.epochs = 3
+
+
+@pytest.mark.parametrize(
+    ("captured", "words"),
+    [
+        ({"lock": threading.Lock()}, "'lock' is a lock, which cannot be kept"),
+        ({"items": [1, object()]}, "'items' is a list"),
+        ({"commit": 1}, "'commit' is a name of State itself"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(captured, words):
+    with pytest.raises(UsageError, match=words):
+        State(**captured)
+    state = State(epoch=0)
+    with pytest.raises(UsageError, match="'epoch' is a object"):
+        state.epoch = object()
+
+
+def test_a_step_that_was_not_committed_is_noticed():
+    state = make_state(None)
+    steps = state.steps(make_loader())
+    for _ in next(steps):
+        pass
+    with pytest.raises(UsageError, match=r"want state.commit\(\)"):
+        next(steps)
+
+
+def test_a_commit_with_micro_batches_left_is_refused():
+    state = make_state(None)
+    next(state.steps(make_loader()))
+    with pytest.raises(UsageError, match="not all micro-batches"):
+        state.commit()
+
+
+def test_a_loader_that_deals_batches_itself_is_refused():
+    state = make_state(None)
+    with pytest.raises(UsageError, match=r"batch_sampler=baguarun\.elastic\.ElasticSampler"):
+        next(state.steps(DataLoader(make_data(), batch_size=4)))
+
+
+def test_two_loaders_keep_their_places_apart(tmp_path):
+    def make() -> tuple[State, list[DataLoader]]:
+        state = State(checkpoints=Checkpoints(folder=tmp_path), count=0)
+        return state, [
+            DataLoader(range(20), batch_sampler=ElasticSampler(range(20), 3, seed=n)) for n in (1, 2)
+        ]
+
+    def some(state: State, loader: DataLoader, steps: int) -> list[int]:
+        found = []
+        for micro_batches, _ in zip(state.steps(loader), range(steps), strict=False):
+            for batch in micro_batches:
+                found += batch.tolist()
+            state.commit()
+        return found
+
+    state, loaders = make()
+    begun = [some(state, loaders[0], 2), some(state, loaders[1], 5)]
+    state.save()
+    state, loaders = make()
+    assert state.load()
+    rest = [some(state, loader, 100) for loader in loaders]
+    assert [sorted(a + b) for a, b in zip(begun, rest, strict=True)] == [list(range(20))] * 2
+    assert [len(a) for a in begun] == [6, 15]
+
+
+def test_only_a_state_can_be_run():
+    with pytest.raises(UsageError, match="want a State"):
+        baguarun.elastic.run(print)("state")
