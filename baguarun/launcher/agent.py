@@ -14,6 +14,7 @@ from typing import Any
 
 from baguarun.contract import Failure, World
 from baguarun.elastic.membership.events import (
+    Dismissed,
     Expelled,
     Finished,
     MembershipEvent,
@@ -66,13 +67,16 @@ class Agent:
         self._finished: Finished | None = None
         self._place = ""
         self._leaving = False
+        self._dismissed: asyncio.Future[str]
         self._hurry = asyncio.Event()
         """Set when nobody wants to wait any longer for a job that is over."""
         self._failure: Failure | None = None
         """The last failure on this node; it has been printed."""
 
     async def run(self, session: Session, meeting: Meeting, signals: asyncio.Queue[int]) -> int:
-        """Take part until the job is over or a signal says to leave; returns the exit code of the process.
+        """Take part until the job is over, a signal says to leave, or the job wants fewer nodes.
+
+        Returns the exit code of the process: the job's, 128 + signal, or 0 for a node that it let go.
 
         Raises `JobOverError` when the job failed, and whatever the session refuses with.
         """
@@ -84,10 +88,17 @@ class Agent:
         serve = asyncio.create_task(meeting.keep_serving(), name="serve")
         tasks: tuple[asyncio.Task[Any], ...] = (member, follow, give_up, serve, signalled)
         self._broken = asyncio.get_running_loop().create_future()
+        self._dismissed = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait((*tasks, self._broken), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, self._broken, self._dismissed), return_when=asyncio.FIRST_COMPLETED)
             if signalled.done():
-                return await self._leave(session, meeting, signalled.result(), signals)
+                signum = signalled.result()
+                await self._leave(session, meeting, signal.Signals(signum).name, signals)
+                return 128 + signum
+            if self._dismissed.done():
+                signalled.cancel()
+                await self._leave(session, meeting, self._dismissed.result(), signals)
+                return 0
             for ended in (self._broken, give_up, serve, follow, member):
                 if ended.done():
                     ended.result()
@@ -142,6 +153,8 @@ class Agent:
                 self._say(f"baguarun: {reason}; stopping the workers and joining again")
                 # No grace: the others went on without us; a late checkpoint of ours would overwrite theirs.
                 await self._stop_workers(0.0)
+            case Dismissed(reason):
+                self._dismissed.set_result(reason)
 
     async def _start_workers(self, session: Session, world: World) -> None:
         if world.num_nodes > 1 or world.generation > 1:
@@ -195,17 +208,13 @@ class Agent:
                 code = self._failure.process_exit_code if self._failure else 1
                 raise JobOverError(Finished(False, self._failure, reason, code))
 
-    async def _leave(
-        self, session: Session, meeting: Meeting, signum: int, signals: asyncio.Queue[int]
-    ) -> int:
+    async def _leave(self, session: Session, meeting: Meeting, why: str, signals: asyncio.Queue[int]) -> None:
         """Tell the others, let the workers save what they want to save, and go."""
-        name = signal.Signals(signum).name
-        self._say(
-            f"baguarun: {name}: stopping the workers and leaving the job (once more: kill them at once)"
-        )
+        hint = "a signal" if self._dismissed.done() else "once more"
+        self._say(f"baguarun: {why}: stopping the workers and leaving the job ({hint}: kill them at once)")
         # What membership still has to say is for those who stay.
         self._leaving = True
-        await session.leave(name)
+        await session.leave(why)
         self._stop_watching()
         hurried = await stop_or_hurry(self._workers, self._shutdown_timeout_s, signals)
         if meeting.serves_others and not hurried:
@@ -218,7 +227,6 @@ class Agent:
             await asyncio.wait((alone, again), return_when=asyncio.FIRST_COMPLETED)
             alone.cancel()
             again.cancel()
-        return 128 + signum
 
     async def _end(self, session: Session, meeting: Meeting, work: tuple[asyncio.Task[None], ...]) -> int:
         await asyncio.gather(*work)

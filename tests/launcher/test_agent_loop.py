@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from baguarun.contract import Failure, World
-from baguarun.elastic.membership.events import Finished, MembershipEvent, Prepare, Start, StoreLost
+from baguarun.elastic.membership.events import Dismissed, Finished, MembershipEvent, Prepare, Start, StoreLost
 from baguarun.elastic.membership.session import Session
 from baguarun.launcher.agent import Agent, JobOverError
 from baguarun.launcher.local_workers import LocalWorkers
@@ -79,6 +79,7 @@ class FakeWorkers:
     def __init__(self, stop_s: float = 0.0) -> None:
         self.result: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
         self.starts = 0
+        self.graces: list[float] = []
         self.stop_s = stop_s
 
     async def start(self, world: World) -> None:
@@ -88,6 +89,7 @@ class FakeWorkers:
         return await asyncio.shield(self.result)
 
     async def stop(self, grace_s: float) -> None:
+        self.graces.append(grace_s)
         await asyncio.sleep(min(self.stop_s, grace_s))
 
 
@@ -170,3 +172,25 @@ async def test_what_was_said_of_a_failure_is_not_said_again_with_the_restart() -
     assert scene.said == [f"baguarun: {FAILURE.summary()}", "baguarun: generation 2: restart 1 of 2"]
     scene.signals.put_nowait(15)
     await scene.run
+
+
+@in_virtual_time
+async def test_one_that_the_job_lets_go_leaves_as_politely_and_has_not_failed() -> None:
+    scene = Scene(stop_s=5.0)
+    await scene.say(Prepare(1, "first"), Start(WORLD), Dismissed("scaled to 1 node"))
+    assert await scene.run == 0
+    assert (scene.session.left, scene.workers.starts) == ("scaled to 1 node", 1)
+    assert scene.said == [
+        "baguarun: scaled to 1 node: stopping the workers and leaving the job (a signal: kill them at once)"
+    ]
+
+
+@in_virtual_time
+async def test_a_signal_hurries_one_that_was_let_go() -> None:
+    scene = Scene()
+    await scene.say(Prepare(1, "first"), Start(WORLD))
+    scene.workers.stop_s = 200.0
+    await scene.say(Dismissed("scaled to 1 node"))
+    scene.signals.put_nowait(15)
+    assert await scene.run == 0
+    assert scene.workers.graces[-2:] == [300.0, 0.0]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from baguarun.contract import Failure, World
 from baguarun.elastic.membership.events import (
+    Dismissed,
     Expelled,
     Finished,
     MembershipEvent,
@@ -36,7 +37,7 @@ def a_spec(min_nodes: int, max_nodes: int, *, max_restarts: int = 0, digest: str
 
 
 class FakeNode:
-    """One node: acknowledges every `Prepare`, notes every event, has no workers."""
+    """One node: acknowledges every `Prepare`, leaves when dismissed, notes every event, has no workers."""
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class FakeNode:
             if isinstance(event, Prepare):
                 await asyncio.sleep(self.stopping_workers_s)
                 await self.session.acknowledge(event.generation, 29500 + event.generation)
+            elif isinstance(event, Dismissed):
+                await self.session.leave(event.reason)
 
     # -- what it has seen
 

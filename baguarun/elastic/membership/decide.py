@@ -62,6 +62,13 @@ class Tell:
 
 
 @dataclass(frozen=True)
+class Dismiss:
+    """Ask members to leave politely: the job shall have fewer nodes."""
+
+    node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Reset:
     """What lies in the store belongs to nodes that are all gone: clear it and begin afresh."""
 
@@ -75,7 +82,7 @@ class Finish:
     exit_code: int
 
 
-Action: TypeAlias = Wait | Publish | GoLive | Check | Tell | Reset | Finish
+Action: TypeAlias = Wait | Publish | GoLive | Check | Tell | Dismiss | Reset | Finish
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ def _holders(view: View) -> list[Node]:
 
 
 def _newcomers(view: View, holders: Iterable[Node]) -> list[Node]:
-    known = {node.node_id for node in holders} | view.strangers
+    known = {node.node_id for node in holders} | view.strangers | view.dismissed
     return rank_order(node for node_id, node in view.nodes.items() if node_id not in known)
 
 
@@ -178,7 +185,7 @@ def _publish(
 ) -> Decision:
     seen = max((node.record.seen for node in view.nodes.values()), default=0)
     generation = max(seen, view.world.generation if view.world else 0) + 1
-    chosen = tuple(nodes[: view.spec.max_nodes])
+    chosen = tuple(nodes[: view.places])
     return Decision(Publish(generation, chosen, restart_count, charged, free_retries), reason)
 
 
@@ -186,7 +193,7 @@ def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Deci
     here = len(view.nodes) - len(view.strangers)
     if here < view.spec.min_nodes:
         return _too_few(now_s, view, here, settings)
-    if here < view.spec.max_nodes:
+    if here < view.places:
         pasts = [node.record.past for node in view.nodes.values() if node.record.past is not None]
         if pasts:
             # The store lost its data under a running job: its nodes find out one by one.
@@ -196,7 +203,7 @@ def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Deci
             complete = False
             until_s = view.newcomer_s + settings.first_settle_s
         if not complete and now_s < until_s:
-            room = f"{view.spec.min_nodes} to {view.spec.max_nodes}"
+            room = f"{view.spec.min_nodes} to {view.places}"
             return Decision(
                 Wait(until_s, True), f"{here} of {room} nodes are here; waiting a moment for more"
             )
@@ -206,7 +213,7 @@ def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Deci
         view,
         _newcomers(view, ()),
         0,
-        "all nodes are here" if here >= view.spec.max_nodes else f"{here} nodes are here",
+        "all nodes are here" if here >= view.places else f"{here} nodes are here",
     )
 
 
@@ -243,40 +250,57 @@ def _next_step(now_s: float, view: View, world: CurrentWorld, settings: Membersh
     holders = _holders(view)
     accounted = {node.node_id for node in holders} | view.done
     missing = [member for member in world.members if member.node_id not in accounted]
+    staying = [node for node in holders if node.node_id not in view.dismissed]
+    if len(staying) > view.places:
+        return _dismiss(view, staying)
     if missing:
-        return _reform(now_s, view, holders, missing, settings)
+        return _reform(now_s, view, staying, missing, settings)
     if view.reports:
-        return _failed(now_s, view, holders, settings)
+        return _failed(now_s, view, staying, settings)
     if not world.live:
         if world.acked >= len(world.members):
             return Decision(GoLive(world.generation), f"all nodes are ready for World {world.generation}")
         # No count here: the reason would change, and be logged, with every node.
         return Decision(Wait(), f"waiting until all nodes are ready for World {world.generation}")
-    return _welcome(now_s, view, holders, settings)
+    return _welcome(now_s, view, staying, settings)
+
+
+def _dismiss(view: View, staying: list[Node]) -> Decision:
+    """More members than the job shall have: the youngest go."""
+    by_age = sorted(staying, key=lambda node: node.create_revision)
+    going = by_age[view.places :]
+    names = _names(node.record.name for node in going)
+    reason = f"the job is scaled to {view.places} of at most {view.spec.max_nodes} nodes; {names} must go"
+    return Decision(Dismiss(tuple(node.node_id for node in going)), reason)
 
 
 def _welcome(now_s: float, view: View, holders: list[Node], settings: MembershipSettings) -> Decision:
     """A World that runs well: take newcomers in if there is room."""
     assert view.world is not None
     running = f"World {view.world.generation} runs on {len(view.world.members)} nodes"
-    if len(view.nodes) - len(view.strangers) <= len(holders):
+    if len(view.nodes) - len(view.strangers) - len(view.dismissed) <= len(holders):
         return Decision(Wait(), running)
     newcomers = _newcomers(view, holders)
-    full = len(holders) >= view.spec.max_nodes
+    full = len(holders) >= view.places
     if full or view.done:
         untold = tuple(node.node_id for node in newcomers if node.node_id not in view.told)
         if untold and full and view.spec.max_nodes == 1:
             return _crowded(now_s, view, untold, settings)
         if untold:
-            taken = f"all {view.spec.max_nodes} places are taken (another job wants another --job-id)"
-            why = taken if full else "the job is about to finish"
+            why = _why_full(view) if full else "the job is about to finish"
             return Decision(Tell(untold, refused=False), f"{why}; standing by")
         return Decision(Wait(), f"{running}; {len(newcomers)} stand by")
     until_s = view.newcomer_s + settings.join_settle_s
-    if now_s < until_s and len(holders) + len(newcomers) < view.spec.max_nodes:
+    if now_s < until_s and len(holders) + len(newcomers) < view.places:
         return Decision(Wait(until_s), f"{running}; more nodes are joining")
     names = _names(node.record.name for node in newcomers)
     return _publish(view, holders + newcomers, view.world.restart_count, f"{names} joined")
+
+
+def _why_full(view: View) -> str:
+    if view.places < view.spec.max_nodes:
+        return f"the job is scaled to {view.places} of at most {view.spec.max_nodes} nodes"
+    return f"all {view.places} places are taken (another job wants another --job-id)"
 
 
 def _crowded(now_s: float, view: View, newcomers: tuple[str, ...], settings: MembershipSettings) -> Decision:
@@ -307,7 +331,7 @@ def _reform(
     if len(nodes) < view.spec.min_nodes:
         return _too_few(now_s, view, len(nodes), settings)
     until_s = view.loss_s + settings.loss_settle_s
-    if len(nodes) > len(holders) and len(nodes) < view.spec.max_nodes:
+    if len(nodes) > len(holders) and len(nodes) < view.places:
         until_s = max(until_s, view.newcomer_s + settings.join_settle_s)
     how = f"{_names(lost)} lost" if lost else f"{_names(member.name for member in missing)} left"
     if now_s < until_s:

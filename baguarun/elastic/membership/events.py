@@ -59,4 +59,13 @@ class Expelled:
     reason: str
 
 
-MembershipEvent: TypeAlias = Prepare | Start | Finished | Waiting | StoreLost | StoreBack | Expelled
+@dataclass(frozen=True)
+class Dismissed:
+    """The job was scaled down and goes on without this node: call `Session.leave`."""
+
+    reason: str
+
+
+MembershipEvent: TypeAlias = (
+    Prepare | Start | Finished | Waiting | StoreLost | StoreBack | Expelled | Dismissed
+)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baguarun.contract import World
 from baguarun.elastic.membership.events import (
+    Dismissed,
     Expelled,
     Finished,
     MembershipEvent,
@@ -18,9 +19,11 @@ from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.records import (
     Live,
+    Order,
     Outcome,
     Past,
     Row,
+    Word,
     WorldRecord,
     parse_row,
 )
@@ -89,6 +92,7 @@ class Follower:
         self._world: tuple[WorldRecord, bytes] | None = None
         self._live: Live | None = None
         self._waiting = ""
+        self._dismissed = False
 
     def read(self, entry: Entry) -> None:
         """Take in one entry. Raises `UsageError` if the leader refuses us."""
@@ -129,10 +133,19 @@ class Follower:
         if isinstance(row, Row):
             self._rows[row.generation % 2] = row
             self._match()
-        elif row.refused:
-            raise UsageError(row.text)
         else:
-            self.wait(row.text)
+            self._obey(row)
+
+    def _obey(self, word: Word) -> None:
+        match word.order:
+            case Order.REFUSED:
+                raise UsageError(word.text)
+            case Order.STAND_BY:
+                self.wait(word.text)
+            case Order.LEAVE:
+                if not self._dismissed:
+                    self._dismissed = True
+                    self._emit(Dismissed(word.text))
 
     def _read_world(self, value: bytes) -> None:
         record = WorldRecord.from_json(value)

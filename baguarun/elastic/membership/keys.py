@@ -2,6 +2,7 @@
 
     /baguarun/<job>/
       spec               the job's digest and summary; written by the leader
+      desired            how many nodes the job shall have, if fewer than it may; written by `scale`
       nodes/<id>         a registered node (leased; watched by the leader)
       all/               watched by every agent, so keep it small:
         leader           token of the leading agent (leased, created in the join transaction)
@@ -15,7 +16,8 @@
       members/<g>        who is in World g, in rank order; read by the next leader only
       ack/<g>/<id>       this node's older workers are gone (leased; counted, not watched)
       check/<g>/<id>     the answer to all/check/<g> (leased; counted, not watched)
-      errors/<id>, done/<id>, leave/<id>, stop      reports (watched by the leader)
+      errors/<id>, done/<id>, leave/<id>      reports (watched by the leader)
+      stop               ends the job; written by `stop` (watched by the leader, as `desired` is)
 
 All that the leader writes is fenced by a compare on `all/leader`.
 """
@@ -29,6 +31,7 @@ class JobKeys:
     def __init__(self, job_id: str) -> None:
         self.root = f"/baguarun/{job_id}/"
         self.spec = self.root + "spec"
+        self.desired = self.root + "desired"
         self.nodes = self.root + "nodes/"
         self.all = self.root + "all/"
         self.leader = self.all + "leader"

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baguarun.elastic.membership.decide import (
     Check,
     Decision,
+    Dismiss,
     Finish,
     GoLive,
     Publish,
@@ -26,6 +27,7 @@ from baguarun.elastic.membership.ledger import Ledger, Pulse
 from baguarun.elastic.membership.records import (
     Live,
     Member,
+    Order,
     Outcome,
     Row,
     Word,
@@ -128,7 +130,8 @@ class Leader:
 
     async def _watch(self, ledger: Ledger, start_revision: int) -> None:
         keys = self._keys
-        ranges = [WatchRange(keys.nodes, prefix=True), WatchRange(keys.stop, deletes=False)]
+        ranges = [WatchRange(keys.nodes, prefix=True)]
+        ranges += [WatchRange(key, deletes=False) for key in (keys.stop, keys.desired)]
         reports = (keys.errors, keys.dones, keys.leaves)
         ranges += [WatchRange(prefix, prefix=True, deletes=False) for prefix in reports]
         async for batch in self._store.watch(ranges, start_revision):
@@ -160,6 +163,8 @@ class Leader:
             self._asked_s = now_s
         elif isinstance(action, Tell):
             await self._tell(action, decision.reason, ledger)
+        elif isinstance(action, Dismiss):
+            await self._dismiss(action, decision.reason, ledger)
         elif isinstance(action, Reset):
             await self._reset()
         else:
@@ -260,13 +265,26 @@ class Leader:
         ledger.went_live()
 
     async def _tell(self, action: Tell, reason: str, ledger: Ledger) -> None:
-        writes = []
-        for node_id in action.node_ids:
-            text = self._refusal(ledger, node_id) if ledger.is_stranger(node_id) else reason
-            writes.append(Put(self._keys.word(node_id), Word(text=text, refused=action.refused).to_json()))
+        order = Order.REFUSED if action.refused else Order.STAND_BY
+        words = {
+            node_id: self._refusal(ledger, node_id) if ledger.is_stranger(node_id) else reason
+            for node_id in action.node_ids
+        }
+        await self._send_words(words, order)
+        ledger.told(action.node_ids)
+
+    async def _dismiss(self, action: Dismiss, reason: str, ledger: Ledger) -> None:
+        await self._send_words(dict.fromkeys(action.node_ids, reason), Order.LEAVE)
+        ledger.dismissed(action.node_ids)
+
+    async def _send_words(self, words: Mapping[str, str], order: Order) -> None:
+        """`words` by node id."""
+        writes = [
+            Put(self._keys.word(node_id), Word(text=text, order=order).to_json())
+            for node_id, text in words.items()
+        ]
         for i in range(0, len(writes), MAX_OPERATIONS):
             await self._fenced(writes[i : i + MAX_OPERATIONS])
-        ledger.told(action.node_ids)
 
     def _refusal(self, ledger: Ledger, node_id: str) -> str:
         return (
@@ -280,7 +298,7 @@ class Leader:
         prefixes = [keys.worlds, keys.lives, keys.asks, keys.rows, keys.members, keys.acks, keys.checks]
         prefixes += [keys.errors, keys.dones, keys.leaves]
         operations: list[Put | Delete] = [Delete(prefix, prefix=True) for prefix in prefixes]
-        operations += [Delete(key) for key in (keys.outcome, keys.note, keys.stop)]
+        operations += [Delete(key) for key in (keys.outcome, keys.note, keys.stop, keys.desired)]
         operations.append(Put(keys.spec, spec_to_json(self._spec)))
         await self._fenced(operations)
         raise _ReadAgain

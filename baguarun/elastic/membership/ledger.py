@@ -12,10 +12,14 @@ from baguarun.elastic.membership.records import (
     FailureReport,
     Member,
     NodeRecord,
+    Order,
     StopRequest,
+    Word,
     WorldRecord,
+    desired_from_json,
     generation_from_json,
     members_from_json,
+    parse_row,
     spec_from_json,
 )
 from baguarun.elastic.membership.settings import MembershipSettings
@@ -60,6 +64,8 @@ class Ledger:
         self._done: set[str] = set()
         self._left: set[str] = set()
         self._gone: set[str] = set()
+        self._dismissed: set[str] = set()
+        self._desired: int | None = None
         self._stop: StopRequest | None = None
         self._ended_revision: int | None = None
         self._newcomer_s = now_s
@@ -87,6 +93,8 @@ class Ledger:
             reports=tuple(self._reports.values()),
             done=frozenset(self._done),
             left=frozenset(self._left),
+            desired=self._desired,
+            dismissed=frozenset(self._dismissed),
             stop=self._stop,
             ended_revision=self._ended_revision,
             inherited=self._inherited,
@@ -124,6 +132,9 @@ class Ledger:
     def told(self, node_ids: Iterable[str]) -> None:
         self._told.update(node_ids)
 
+    def dismissed(self, node_ids: Iterable[str]) -> None:
+        self._dismissed.update(node_ids)
+
     def ended(self, revision: int) -> None:
         self._ended_revision = revision
 
@@ -153,7 +164,7 @@ class Ledger:
     # -- what the store said
 
     def apply(self, event: Event, now_s: float) -> None:
-        """Take in one change of `nodes/`, `errors/`, `done/`, `leave/` or `stop`."""
+        """Take in one change of `nodes/`, `errors/`, `done/`, `leave/`, `stop` or `desired`."""
         key = event.entry.key
         if not key.startswith(self._keys.nodes):
             if event.change is Change.PUT:
@@ -184,6 +195,7 @@ class Ledger:
             return
         self._strangers.discard(node_id)
         self._told.discard(node_id)
+        self._dismissed.discard(node_id)
         self._gone.add(node_id)
         if not self._anyone_missing(but=node_id):
             self._first_loss_s = now_s
@@ -204,6 +216,8 @@ class Ledger:
             self._left.add(key.removeprefix(keys.leaves))
         elif key == keys.stop:
             self._stop = StopRequest.from_json(entry.value)
+        elif key == keys.desired:
+            self._desired = desired_from_json(entry.value)
 
     def _read_error(self, node_id: str, entry: Entry, now_s: float) -> None:
         report = FailureReport.from_json(entry.value)
@@ -239,8 +253,18 @@ class Ledger:
                 self._add_node(entry, now_s)
             else:
                 self._read(entry, now_s)
-        rows = (e.key.removeprefix(keys.rows) for e in snapshot.entries if e.key.startswith(keys.rows))
-        self._gone.update(node_id for row in rows if (node_id := row.split("/")[0]) not in self._nodes)
+        for entry in snapshot.entries:
+            if entry.key.startswith(keys.rows):
+                self._load_row(entry.key.removeprefix(keys.rows).split("/")[0], entry.value)
+
+    def _load_row(self, node_id: str, value: bytes) -> None:
+        """What an earlier leader wrote to one node."""
+        if node_id not in self._nodes:
+            self._gone.add(node_id)
+            return
+        row = parse_row(value)
+        if isinstance(row, Word) and row.order is Order.LEAVE:
+            self._dismissed.add(node_id)
 
 
 def _current(record: WorldRecord, members: tuple[Member, ...], *, live: bool, acked: int) -> CurrentWorld:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -110,21 +111,32 @@ class Row:
         return _dump(vars(self))
 
 
+class Order(enum.Enum):
+    """What a node is to do that gets a word instead of a place."""
+
+    STAND_BY = "stand by"
+    LEAVE = "leave"
+    """Its place is not wanted any more: a polite leave."""
+    REFUSED = "refused"
+    """It does not belong here."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """`row/<id>/word`: what the leader has to say to a node without a place."""
+    """`row/<id>/word`: what the leader has to say to a node without a place, or to lose it."""
 
     text: str
-    refused: bool
-    """The node must go; else it stands by."""
+    order: Order
 
     def to_json(self) -> bytes:
-        return _dump(vars(self))
+        return _dump({"text": self.text, "order": self.order.value})
 
 
 def parse_row(data: bytes) -> Row | Word:
     fields = json.loads(data)
-    return Word(**fields) if "text" in fields else Row(**fields)
+    if "text" in fields:
+        return Word(text=fields["text"], order=Order(fields["order"]))
+    return Row(**fields)
 
 
 @dataclass(frozen=True)
@@ -211,6 +223,15 @@ class Live:
     @classmethod
     def from_json(cls, data: bytes) -> Live:
         return cls(**json.loads(data))
+
+
+def desired_to_json(num_nodes: int) -> bytes:
+    """`desired`: how many nodes the job shall have."""
+    return _dump(num_nodes)
+
+
+def desired_from_json(data: bytes) -> int:
+    return int(json.loads(data))
 
 
 def port_to_json(master_port: int | None) -> bytes:

@@ -67,6 +67,10 @@ class View:
     """Members whose workers of the current generation have all exited 0; they may have vanished since."""
     left: frozenset[str] = frozenset()
     """Nodes that left politely."""
+    desired: int | None = None
+    """How many nodes the job shall have, if anybody has said so."""
+    dismissed: frozenset[str] = frozenset()
+    """Nodes that have been asked to leave, as long as they are here."""
     stop: StopRequest | None = None
     ended_revision: int | None = None
     """Store revision of the outcome, if the job has one."""
@@ -84,3 +88,10 @@ class View:
     """When the last gap ended: the store, or the leader itself, had been away."""
     took_over_s: float = _NEVER
     """When this leader began."""
+
+    @property
+    def places(self) -> int:
+        """How many nodes a World may have: what the job allows, less if it was scaled down."""
+        if self.desired is None:
+            return self.spec.max_nodes
+        return max(self.spec.min_nodes, min(self.desired, self.spec.max_nodes))

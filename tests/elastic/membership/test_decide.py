@@ -11,6 +11,7 @@ from baguarun.elastic.membership.decide import (
     FREE_RETRIES,
     Action,
     Check,
+    Dismiss,
     Finish,
     GoLive,
     Publish,
@@ -315,3 +316,61 @@ def test_an_unfinished_run_without_nodes_is_given_time_and_then_cleared() -> Non
     past = Past(generation=1, token="w1", node_rank=0, num_nodes=1, restart_count=0, net_secret="")
     returned = replace(view, nodes=nodes_of(D, a_node("a", 40, past=past)))
     assert isinstance(act(returned), Publish), "the old node came back, so the job goes on"
+
+
+# -- scaling
+
+
+def test_a_job_scaled_down_asks_its_youngest_members_to_go() -> None:
+    # Ranks follow names, not age: the young ones are a and c.
+    young_a, young_c = a_node("a", 20), a_node("c", 21)
+    view = a_view(a_spec(1, 4), young_a, B, young_c, D, world=a_world(young_a, B, young_c, D), desired=2)
+    decision = decide(NOW, view, SETTINGS)
+    assert decision.action == Dismiss(("a", "c"))
+    assert decision.reason == "the job is scaled to 2 of at most 4 nodes; a, c must go"
+
+
+def test_whoever_was_asked_to_go_is_not_asked_again_and_gets_no_place() -> None:
+    world = a_world(A, B, C)
+    view = a_view(a_spec(1, 3), A, B, C, world=world, desired=2, dismissed=frozenset("c"))
+    assert act(view) == Wait()
+    failed = replace(view, spec=a_spec(1, 3, max_restarts=1), reports=(a_report("b", 30),))
+    assert names(act(failed)) == "ab"
+    assert names(act(replace(view, desired=3, nodes=nodes_of(A, B, C, D)))) == "abd"
+
+
+def test_after_a_dismissed_node_has_left_the_others_go_on_without_a_charge() -> None:
+    view = a_view(a_spec(1, 3), A, B, world=a_world(A, B, C), desired=2, left=frozenset("c"))
+    action = act(view)
+    assert names(action) == "ab"
+    assert isinstance(action, Publish) and not action.charged
+
+
+def test_members_are_asked_to_go_even_while_another_one_is_lost() -> None:
+    view = a_view(a_spec(1, 4), A, B, C, world=a_world(A, B, C, D), desired=2)
+    assert act(view) == Dismiss(("c",))
+    assert names(act(replace(view, dismissed=frozenset("c")))) == "ab"
+
+
+def test_a_job_that_is_scaled_down_has_newcomers_stand_by_until_it_is_scaled_up() -> None:
+    view = a_view(a_spec(1, 3), A, B, C, world=a_world(A, B), desired=2)
+    decision = decide(NOW, view, SETTINGS)
+    assert decision.action == Tell(("c",), refused=False)
+    assert decision.reason == "the job is scaled to 2 of at most 3 nodes; standing by"
+    told = replace(view, told=frozenset("c"))
+    assert act(told) == Wait()
+    assert names(act(replace(told, desired=3))) == "abc"
+
+
+def test_a_job_that_is_scaled_up_takes_who_is_there_and_goes_on_without_the_rest() -> None:
+    view = a_view(a_spec(1, 4), A, B, world=a_world(A, B), desired=4)
+    assert act(view) == Wait()
+
+
+@pytest.mark.parametrize(("desired", "places"), [(None, 3), (1, 2), (2, 2), (3, 3), (9, 3)])
+def test_a_wish_outside_the_jobs_range_counts_as_its_end(desired: int | None, places: int) -> None:
+    assert a_view(a_spec(2, 3), desired=desired).places == places
+
+
+def test_a_first_world_has_no_more_nodes_than_the_job_is_scaled_to() -> None:
+    assert names(act(a_view(a_spec(1, 4), A, B, C, desired=2, newcomer_s=NOW))) == "ab"

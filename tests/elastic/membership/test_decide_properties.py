@@ -9,6 +9,7 @@ from baguarun.contract import Failure
 from baguarun.elastic.membership.decide import (
     Action,
     Check,
+    Dismiss,
     Finish,
     GoLive,
     Publish,
@@ -26,6 +27,7 @@ from baguarun.elastic.membership.records import (
     NodeRecord,
     Past,
     WorldRecord,
+    desired_to_json,
     generation_to_json,
 )
 from baguarun.elastic.membership.settings import MembershipSettings
@@ -50,6 +52,9 @@ class Model:
         self.generation = 0
         self.restarts = 0
         self.outcome: Finish | None = None
+        self.places = spec.max_nodes
+        self.going: set[str] = set()
+        """Asked to leave, and still here."""
 
     # -- what nodes do
 
@@ -81,6 +86,7 @@ class Model:
         self.revision += 1
         del self.here[node_id]
         self.acked.discard(node_id)
+        self.going.discard(node_id)
         if politely:
             self.tell(KEYS.leaves + node_id, b"")
         self.tell(KEYS.nodes + node_id, b"", Change.DELETE)
@@ -123,6 +129,15 @@ class Model:
             self.revision += 1
             self.tell(KEYS.dones + node_id, generation_to_json(self.generation))
 
+    def scale(self, num_nodes: int) -> None:
+        self.revision += 1
+        self.places = num_nodes
+        self.tell(KEYS.desired, desired_to_json(num_nodes))
+
+    def obey(self) -> None:
+        for node_id in sorted(self.going):
+            self.vanish(node_id, politely=True)
+
     def runs(self, node_id: str) -> bool:
         world = self.ledger.world
         return world is not None and world.live and node_id in self.order and node_id in self.here
@@ -162,6 +177,8 @@ class Model:
         elif isinstance(action, Tell):
             assert action.refused == (self.spec.max_nodes == 1), "a job of one place has none to wait for"
             self.ledger.told(action.node_ids)
+        elif isinstance(action, Dismiss):
+            self.dismiss(action)
         elif isinstance(action, Finish):
             assert self.outcome is None, "two outcomes"
             self.outcome = action
@@ -171,11 +188,22 @@ class Model:
             assert self.outcome is not None
             self.ledger = Ledger(KEYS, self.spec, Snapshot((), self.revision), self.now_s)
 
+    def dismiss(self, action: Dismiss) -> None:
+        going = set(action.node_ids)
+        staying = {node_id for node_id in self.order if self.stayed(node_id)} - self.going - going
+        assert going and not going & self.going, "nobody is dismissed twice"
+        assert going <= set(self.order) & set(self.here), "a node that is no member"
+        assert len(staying) == self.places, "as many stay as are wanted"
+        assert max(map(self.here.__getitem__, staying)) < min(map(self.here.__getitem__, going)), "by age"
+        self.going |= going
+        self.ledger.dismissed(action.node_ids)
+
     def publish(self, action: Publish) -> None:
         ids = [node.node_id for node in action.nodes]
         assert action.generation > self.generation, "a generation was published twice"
         assert len(ids) == len(set(ids))
-        assert self.spec.min_nodes <= len(ids) <= self.spec.max_nodes
+        assert self.spec.min_nodes <= len(ids) <= self.places
+        assert not set(ids) & self.going, "a node that is on its way out"
         assert set(ids) <= set(self.here), "a node that is gone"
         assert 0 <= action.restart_count <= self.spec.max_restarts
         assert action.restart_count <= self.restarts + 1
@@ -202,7 +230,9 @@ class Model:
         """Still in its place of the last World: never gone, or back without having lost its workers."""
         world = self.ledger.world
         assert world is not None
-        node = self.ledger.view(self.now_s, 0.0).nodes[node_id]
+        node = self.ledger.view(self.now_s, 0.0).nodes.get(node_id)
+        if node is None:
+            return False
         known = {member.node_id: member.create_revision for member in world.members}
         past = node.record.past
         return known.get(node_id) == node.create_revision or (past is not None and past.token == world.token)
@@ -219,6 +249,8 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("fail"), st.sampled_from(IDS)),
     st.tuples(st.just("killed"), st.sampled_from(IDS)),
     st.tuples(st.just("port in use"), st.sampled_from(IDS)),
+    st.tuples(st.just("scale"), st.sampled_from(IDS)),
+    st.tuples(st.just("obey"), st.just("")),
     st.tuples(st.just("short time"), st.just("")),
     st.tuples(st.just("long time"), st.just("")),
 )
@@ -240,6 +272,11 @@ def apply(model: Model, operation: str, node_id: str) -> None:
         model.done(node_id)
     elif operation in ("fail", "killed", "port in use"):
         model.fail(node_id, 9 if operation == "killed" else None, operation == "port in use")
+    elif operation == "scale":
+        spec = model.spec
+        model.scale(spec.min_nodes + IDS.index(node_id) % (spec.max_nodes - spec.min_nodes + 1))
+    elif operation == "obey":
+        model.obey()
     else:
         model.now_s += 0.1 if operation == "short time" else 10.0
 
@@ -273,6 +310,7 @@ def come_to_rest(model: Model) -> None:
     """With time and acknowledgements, every job runs, has ended, or waits for nodes."""
     for _ in range(8):
         model.now_s += 6.0
+        model.obey()
         for node_id in list(model.order):
             model.acknowledge(node_id)
         model.drive()

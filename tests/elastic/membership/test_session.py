@@ -7,8 +7,10 @@ import signal
 
 import pytest
 
-from baguarun.elastic.membership.events import Expelled, Prepare, Start, StoreBack, StoreLost
+from baguarun.elastic.membership.events import Dismissed, Expelled, Prepare, Start, StoreBack, StoreLost
 from baguarun.elastic.membership.job import JobSpec
+from baguarun.elastic.membership.records import desired_to_json
+from baguarun.elastic.membership.store import Put
 from baguarun.errors import UsageError
 from tests.support.fake_cluster import FakeNode, a_spec, until, until_running
 from tests.support.fake_store import FakeServer
@@ -523,3 +525,55 @@ async def test_old_generations_leave_nothing_behind() -> None:
         await nodes[generation % 3].fail()
     await until_running(nodes, 30)
     assert len(server.entries) < 25, server.keys()
+
+
+def _scale(server: FakeServer, num_nodes: int) -> None:
+    server.transact([], [Put("/baguarun/job/desired", desired_to_json(num_nodes))])
+
+
+@in_virtual_time
+async def test_scaled_down_the_youngest_leave_politely_and_scaled_up_spares_come_in() -> None:
+    server = FakeServer()
+    nodes = await _one_after_the_other(server, a_spec(1, 3), 3)
+    _scale(server, 2)
+    await nodes[2].task
+    (dismissed,) = nodes[2].all(Dismissed)
+    assert dismissed.reason == "the job is scaled to 2 of at most 3 nodes; n2 must go"
+    await until_running(nodes[:2], 2)
+    spare = FakeNode(server, a_spec(1, 3), "n3")
+    await until(lambda: spare.waiting == "the job is scaled to 2 of at most 3 nodes; standing by")
+    _scale(server, 3)
+    await until_running([*nodes[:2], spare], 3)
+    world = nodes[0].world
+    assert world is not None and world.restart_count == 0
+    assert not any(node.all(Expelled) for node in (*nodes, spare))
+
+
+@in_virtual_time
+async def test_a_leader_that_is_scaled_away_leaves_and_another_one_goes_on() -> None:
+    server, spec = FakeServer(), a_spec(1, 2)
+    nodes = await _one_after_the_other(server, spec, 2)
+    await nodes[0].session.leave("preempted")
+    await until_running([nodes[1]], 2)
+    old_hand = FakeNode(server, spec, "n2")
+    await until_running([nodes[1], old_hand], 3)
+    server.end_lease(server.entries["/baguarun/job/nodes/id-n1"].lease)  # the leader, and young from here on
+    await until(lambda: "/baguarun/job/nodes/id-n1" in server.entries)
+    _scale(server, 1)
+    await nodes[1].task
+    assert len(nodes[1].all(Dismissed)) == 1
+    await until_running([old_hand], 4)
+
+
+@in_virtual_time
+async def test_a_new_leader_knows_whom_the_last_one_has_asked_to_go() -> None:
+    server = FakeServer()
+    nodes = await _one_after_the_other(server, a_spec(1, 3), 3)
+    nodes[2].store.stall()
+    _scale(server, 2)
+    await until(lambda: "/baguarun/job/row/id-n2/word" in server.entries)
+    await nodes[0].die()
+    await until(lambda: nodes[1].world is not None and nodes[1].world.num_nodes == 1)
+    nodes[2].store.mend()
+    await nodes[2].task
+    assert server.puts["/baguarun/job/row/id-n2/word"] == 1
