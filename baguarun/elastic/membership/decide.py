@@ -95,6 +95,8 @@ def decide(now_s: float, view: View, settings: MembershipSettings) -> Decision:
     """The one next step. Taken and asked again, it leads in the end to `Wait` or `Finish`."""
     if view.ended_revision is not None:
         return _ended(view)
+    if view.inherited and view.world is None:
+        return Decision(Reset(), "the nodes that began this job are gone")
     if view.inherited and not _holders(view):
         until_s = view.took_over_s + settings.reregister_s
         if now_s < until_s:

@@ -53,6 +53,7 @@ class Ledger:
         self.spec = spec
         """Of the running job; the leader's own if the store has none."""
         self.spec_stored = False
+        self._spec_revision = 0
         self.world: CurrentWorld | None = None
         self.net_secret = ""
         """The job's, from its newest World or from who has run in one; nothing is decided by it."""
@@ -139,12 +140,14 @@ class Ledger:
         self._ended_revision = revision
 
     def inherit(self, leader_id: str) -> None:
-        """The leader came to a job without nodes: a World from before it came belongs to an earlier run."""
+        """The leader came to a job without nodes: what is older than it belongs to an earlier run."""
         leader = self._nodes.get(leader_id)
-        if leader is None or self.world is None:
+        if leader is None:
             return
-        newest_member = max(member.create_revision for member in self.world.members)
-        self._inherited = newest_member < leader.create_revision and all(
+        newest = self._spec_revision if self.spec_stored else leader.create_revision
+        if self.world is not None:
+            newest = max(member.create_revision for member in self.world.members)
+        self._inherited = newest < leader.create_revision and all(
             node.create_revision >= leader.create_revision for node in self._nodes.values()
         )
 
@@ -239,6 +242,7 @@ class Ledger:
         if keys.spec in by_key:
             self.spec = spec_from_json(by_key[keys.spec].value)
             self.spec_stored = True
+            self._spec_revision = by_key[keys.spec].mod_revision
         if keys.outcome in by_key:
             self._ended_revision = by_key[keys.outcome].create_revision
         records = [WorldRecord.from_json(e.value) for e in snapshot.entries if e.key.startswith(keys.worlds)]

@@ -374,3 +374,7 @@ def test_a_wish_outside_the_jobs_range_counts_as_its_end(desired: int | None, pl
 
 def test_a_first_world_has_no_more_nodes_than_the_job_is_scaled_to() -> None:
     assert names(act(a_view(a_spec(1, 4), A, B, C, desired=2, newcomer_s=NOW))) == "ab"
+
+
+def test_what_a_job_left_that_never_formed_a_world_is_cleared_at_once() -> None:
+    assert act(a_view(a_spec(1, 2), A, inherited=True, newcomer_s=NOW)) == Reset()

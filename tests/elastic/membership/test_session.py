@@ -577,3 +577,16 @@ async def test_a_new_leader_knows_whom_the_last_one_has_asked_to_go() -> None:
     nodes[2].store.mend()
     await nodes[2].task
     assert server.puts["/baguarun/job/row/id-n2/word"] == 1
+
+
+@in_virtual_time
+async def test_nodes_that_died_before_their_first_world_do_not_stand_in_a_new_commands_way() -> None:
+    server = FakeServer()
+    early = FakeNode(server, a_spec(2, 3), "n0")
+    await until(lambda: early.waiting == "1 of 2 nodes are here")
+    _scale(server, 2)
+    await early.die()
+    await until(lambda: not server.keys("/baguarun/job/nodes/"))
+    late = FakeNode(server, a_spec(1, 1, digest="other"), "n1")
+    await until_running([late], 1)
+    assert "/baguarun/job/desired" not in server.entries
