@@ -39,11 +39,13 @@ _ALONE_S = 10.0
 
 
 class JobOverError(JobFailedError):
-    """The whole job failed; `failure` is what every agent prints last, if a worker was the cause."""
+    """The job ended without success; `failure` is what every agent prints last, if a worker was the cause."""
 
     def __init__(self, finished: Finished) -> None:
         super().__init__(finished.reason, finished.exit_code)
         self.failure: Failure | None = finished.failure
+        self.stopped = finished.stopped
+        """Nothing failed: somebody ended the job on purpose."""
 
 
 class Agent:
@@ -135,7 +137,7 @@ class Agent:
                 await self._start_workers(session, world)
             case Finished():
                 self._finished = event
-                await self._stop_workers(self._shutdown_timeout_s)
+                await self._stop_workers(0.0 if event.at_once else self._shutdown_timeout_s)
             case Waiting(reason):
                 self._say(f"baguarun: waiting: {reason}")
             case StoreLost():

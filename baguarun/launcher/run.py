@@ -171,7 +171,8 @@ class _Node:
     def _report(self, error: JobFailedError, failure: Failure | None) -> None:
         """The last words of every agent: who failed first in the whole cluster."""
         if failure is None:
-            self._logs.say(f"baguarun: job {self._settings.job_id} failed: {error}")
+            how = "was stopped" if getattr(error, "stopped", False) else "failed"
+            self._logs.say(f"baguarun: job {self._settings.job_id} {how}: {error}")
             return
         why = str(error).removeprefix(failure.summary()).lstrip(" ,;")
         is_count = why.startswith("after ")

@@ -194,3 +194,19 @@ async def test_a_signal_hurries_one_that_was_let_go() -> None:
     scene.signals.put_nowait(15)
     assert await scene.run == 0
     assert scene.workers.graces[-2:] == [300.0, 0.0]
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("at_once", "grace_s"), [(False, 300.0), (True, 0.0)])
+async def test_a_stopped_job_gives_workers_time_unless_it_was_stopped_at_once(
+    at_once: bool, grace_s: float
+) -> None:
+    scene = Scene()
+    await scene.say(Prepare(1, "first"), Start(WORLD))
+    await scene.say(Finished(False, None, "by somebody", 143, stopped=True, at_once=at_once))
+    scene.session.ended.set()
+    scene.session.queue.put_nowait(None)
+    with pytest.raises(JobOverError, match="by somebody") as caught:
+        await scene.run
+    assert (caught.value.stopped, caught.value.exit_code) == (True, 143)
+    assert scene.workers.graces[-1] == grace_s

@@ -18,6 +18,7 @@ def a_node(
         digest="same",
         summary="train.py",
         token=f"t{revision}",
+        registered_s=0.0,
         seen=seen,
         past=past,
     )

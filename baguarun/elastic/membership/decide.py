@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baguarun.contract import Failure
-from baguarun.elastic.membership.records import Member
+from baguarun.elastic.membership.records import Member, StopRequest
 from baguarun.elastic.membership.settings import MembershipSettings
 from baguarun.elastic.membership.view import CurrentWorld, Node, Report, View
 
@@ -80,6 +80,8 @@ class Finish:
     success: bool
     failure: Failure | None
     exit_code: int
+    stop: StopRequest | None = None
+    """Whose wish that was, if somebody's."""
 
 
 Action: TypeAlias = Wait | Publish | GoLive | Check | Tell | Dismiss | Reset | Finish
@@ -107,7 +109,7 @@ def decide(now_s: float, view: View, settings: MembershipSettings) -> Decision:
     if strangers:
         return Decision(Tell(tuple(sorted(strangers)), refused=True), "two jobs with one id")
     if view.stop is not None:
-        return Decision(Finish(False, None, view.stop.exit_code), view.stop.reason)
+        return Decision(Finish(False, None, view.stop.exit_code, view.stop), view.stop.reason)
     if view.world is None:
         return _first_world(now_s, view, settings)
     return _next_step(now_s, view, view.world, settings)

@@ -32,7 +32,11 @@ class Finished:
     """The first failure in the cluster, if a worker's failure ended the job."""
     reason: str
     exit_code: int
-    """What every agent exits with: 0, the failed worker's code, or what `Session.stop_job` was given."""
+    """What every agent exits with: 0, the failed worker's code, or what `control.stop_job` was given."""
+    stopped: bool = False
+    """Somebody ended the job on purpose; `reason` says who."""
+    at_once: bool = False
+    """Workers get no time to save their work."""
 
 
 @dataclass(frozen=True)

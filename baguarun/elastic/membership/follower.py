@@ -111,7 +111,7 @@ class Follower:
         elif key == keys.outcome:
             outcome = Outcome.from_json(entry.value)
             self.finished = True
-            self._emit(Finished(outcome.success, outcome.failure, outcome.reason, outcome.exit_code))
+            self._emit(_finished(outcome))
 
     @property
     def unplaced(self) -> bool:
@@ -176,3 +176,14 @@ class Follower:
         if self._live.token == self.place.record.token and generation > self.started:
             self.started = generation
             self._emit(Start(self.place.world(self._spec, self._live.master_port)))
+
+
+def _finished(outcome: Outcome) -> Finished:
+    return Finished(
+        outcome.success,
+        outcome.failure,
+        outcome.reason,
+        outcome.exit_code,
+        stopped=outcome.stopped,
+        at_once=outcome.at_once,
+    )

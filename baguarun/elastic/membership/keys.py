@@ -3,6 +3,7 @@
     /baguarun/<job>/
       spec               the job's digest and summary; written by the leader
       desired            how many nodes the job shall have, if fewer than it may; written by `scale`
+      events             the last things that happened, with their times; written by the leader
       nodes/<id>         a registered node (leased; watched by the leader)
       all/               watched by every agent, so keep it small:
         leader           token of the leading agent (leased, created in the join transaction)
@@ -19,10 +20,16 @@
       errors/<id>, done/<id>, leave/<id>      reports (watched by the leader)
       stop               ends the job; written by `stop` (watched by the leader, as `desired` is)
 
+and, for `baguarun jobs`, /baguarun/.jobs/<job>: every job that ever had a leader here (no job id of the
+command line begins with a dot).
+
 All that the leader writes is fenced by a compare on `all/leader`.
 """
 
 from __future__ import annotations
+
+JOBS = "/baguarun/.jobs/"
+"""The list of jobs: keys without a value."""
 
 
 class JobKeys:
@@ -30,8 +37,10 @@ class JobKeys:
 
     def __init__(self, job_id: str) -> None:
         self.root = f"/baguarun/{job_id}/"
+        self.listed = JOBS + job_id
         self.spec = self.root + "spec"
         self.desired = self.root + "desired"
+        self.events = self.root + "events"
         self.nodes = self.root + "nodes/"
         self.all = self.root + "all/"
         self.leader = self.all + "leader"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.ledger import Ledger, Pulse
 from baguarun.elastic.membership.records import (
+    Happening,
     Live,
     Member,
     Order,
@@ -32,6 +34,7 @@ from baguarun.elastic.membership.records import (
     Row,
     Word,
     WorldRecord,
+    events_to_json,
     members_to_json,
     port_from_json,
     spec_to_json,
@@ -48,6 +51,8 @@ MAX_OPERATIONS = 128
 """Operations in one transaction (etcd's default limit)."""
 GATHER_S = 0.005
 """At least this between two looks at the same question, so that a burst of events costs one look."""
+KEPT_EVENTS = 20
+"""So much of the job's history is kept in the store, for `baguarun status`."""
 SETTLED_S = 0.5
 """A reason to wait that lasts this long is worth telling people."""
 
@@ -112,7 +117,7 @@ class Leader:
         if self._badge.joined:
             ledger.inherit(self._badge.node_id)
         if not ledger.spec_stored:
-            await self._fenced([Put(keys.spec, spec_to_json(self._spec))])
+            await self._fenced(self._introduction())
         self._resynced = False
         watcher = asyncio.create_task(self._watch(ledger, snapshot.revision + 1))
         watcher.add_done_callback(lambda _: self._wake.set())
@@ -231,6 +236,7 @@ class Leader:
             charged=action.charged,
             free_retries=action.free_retries,
             reason=reason,
+            formed_s=time.time(),
             # The same for the whole job: workers that survive a change of the World keep theirs.
             net_secret=ledger.net_secret or secrets.token_hex(16),
         )
@@ -239,6 +245,7 @@ class Leader:
         operations: list[Put | Delete] = [
             Put(world_key, record.to_json()),
             Put(f"{keys.members}{record.generation}", members_to_json(members)),
+            self._note(ledger, record.generation, reason),
         ]
         if ledger.world is not None:
             operations += self._sweep(ledger.world.generation)
@@ -274,8 +281,10 @@ class Leader:
         ledger.told(action.node_ids)
 
     async def _dismiss(self, action: Dismiss, reason: str, ledger: Ledger) -> None:
-        await self._send_words(dict.fromkeys(action.node_ids, reason), Order.LEAVE)
+        # Before they hear of it: they may be gone, and forgotten, by the time that we know they heard.
         ledger.dismissed(action.node_ids)
+        await self._fenced([self._note(ledger, ledger.generation, reason)])
+        await self._send_words(dict.fromkeys(action.node_ids, reason), Order.LEAVE)
 
     async def _send_words(self, words: Mapping[str, str], order: Order) -> None:
         """`words` by node id."""
@@ -298,10 +307,12 @@ class Leader:
         prefixes = [keys.worlds, keys.lives, keys.asks, keys.rows, keys.members, keys.acks, keys.checks]
         prefixes += [keys.errors, keys.dones, keys.leaves]
         operations: list[Put | Delete] = [Delete(prefix, prefix=True) for prefix in prefixes]
-        operations += [Delete(key) for key in (keys.outcome, keys.note, keys.stop, keys.desired)]
-        operations.append(Put(keys.spec, spec_to_json(self._spec)))
-        await self._fenced(operations)
+        operations += [Delete(key) for key in (keys.outcome, keys.note, keys.stop, keys.desired, keys.events)]
+        await self._fenced([*operations, *self._introduction()])
         raise _ReadAgain
+
+    def _introduction(self) -> list[Put]:
+        return [Put(self._keys.spec, spec_to_json(self._spec)), Put(self._keys.listed, b"")]
 
     async def _finish(self, action: Finish, decision: Decision, ledger: Ledger) -> None:
         outcome = Outcome(
@@ -309,10 +320,18 @@ class Leader:
             failure=action.failure,
             reason=decision.reason,
             exit_code=action.exit_code,
+            stopped=action.stop is not None,
+            at_once=action.stop is not None and action.stop.at_once,
         )
         key = self._keys.outcome
-        result = await self._fenced([Put(key, outcome.to_json())], Compare(key, exists=False))
+        note = self._note(ledger, ledger.generation, f"{_verb(outcome)}: {decision.reason}")
+        result = await self._fenced([Put(key, outcome.to_json()), note], Compare(key, exists=False))
         ledger.ended(result.revision)
+
+    def _note(self, ledger: Ledger, generation: int, text: str) -> Put:
+        """One more thing that happened. A write that is refused reads the ledger, and this, again."""
+        ledger.events = (*ledger.events, Happening(time.time(), generation, text))[-KEPT_EVENTS:]
+        return Put(self._keys.events, events_to_json(ledger.events))
 
     async def _fenced(self, operations: Sequence[Put | Delete], *compares: Compare) -> TxnResult:
         fence = Compare(self._keys.leader, value=self._badge.token.encode())
@@ -343,6 +362,12 @@ def _rows(action: Publish, token: str) -> dict[str, Row]:
         )
         first_rank += slots
     return rows
+
+
+def _verb(outcome: Outcome) -> str:
+    if outcome.stopped:
+        return "stopped"
+    return "succeeded" if outcome.success else "failed"
 
 
 def _member(node: Node) -> Member:

@@ -10,6 +10,7 @@ from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.records import (
     FailureReport,
+    Happening,
     Member,
     NodeRecord,
     Order,
@@ -17,6 +18,7 @@ from baguarun.elastic.membership.records import (
     Word,
     WorldRecord,
     desired_from_json,
+    events_from_json,
     generation_from_json,
     members_from_json,
     parse_row,
@@ -57,6 +59,8 @@ class Ledger:
         self.world: CurrentWorld | None = None
         self.net_secret = ""
         """The job's, from its newest World or from who has run in one; nothing is decided by it."""
+        self.events: tuple[Happening, ...] = ()
+        """What happened last; nothing is decided by it."""
         self._keys = keys
         self._nodes: dict[str, Node] = {}
         self._strangers: set[str] = set()
@@ -150,6 +154,11 @@ class Ledger:
         self._inherited = newest < leader.create_revision and all(
             node.create_revision >= leader.create_revision for node in self._nodes.values()
         )
+
+    @property
+    def generation(self) -> int:
+        """Of the newest World, 0 before the first."""
+        return self.world.generation if self.world is not None else 0
 
     @property
     def gone(self) -> frozenset[str]:
@@ -252,6 +261,8 @@ class Ledger:
             live = f"{keys.lives}{record.generation}" in by_key
             self.world = _current(record, members, live=live, acked=0)
             self.net_secret = record.net_secret
+        if keys.events in by_key:
+            self.events = events_from_json(by_key[keys.events].value)
         for entry in snapshot.entries:
             if entry.key.startswith(keys.nodes):
                 self._add_node(entry, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ class NodeRecord:
     summary: str
     token: str
     """Tells this registration from any other under the same id."""
+    registered_s: float
+    """Unix time of this registration, by the node's clock; for people only."""
     seen: int
     """Newest generation this agent has seen; the next one is above it, even if the store lost its data."""
     past: Past | None
@@ -55,6 +58,7 @@ class NodeRecord:
             digest=spec.digest,
             summary=spec.summary,
             token=token,
+            registered_s=time.time(),
             seen=seen,
             past=past,
         )
@@ -86,6 +90,8 @@ class WorldRecord:
     free_retries: int
     """Worlds in a row that were tried again without a charge."""
     reason: str
+    formed_s: float
+    """Unix time at which it was published, by the leader's clock; for people only."""
     net_secret: str = field(repr=False)
     """`World.net_secret`: made by the job's first leader, handed on from World to World."""
 
@@ -180,6 +186,8 @@ class StopRequest:
 
     reason: str
     exit_code: int
+    at_once: bool = False
+    """Workers get no time to save their work."""
 
     def to_json(self) -> bytes:
         return _dump(vars(self))
@@ -197,6 +205,10 @@ class Outcome:
     failure: Failure | None
     reason: str
     exit_code: int
+    stopped: bool = False
+    """Somebody ended it on purpose (`StopRequest`)."""
+    at_once: bool = False
+    """`StopRequest.at_once`"""
 
     def to_json(self) -> bytes:
         return _dump(asdict(self))
@@ -223,6 +235,23 @@ class Live:
     @classmethod
     def from_json(cls, data: bytes) -> Live:
         return cls(**json.loads(data))
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One line of `events`, for people: the time is Unix time by the leader's clock."""
+
+    time_s: float
+    generation: int
+    text: str
+
+
+def events_to_json(events: Sequence[Happening]) -> bytes:
+    return _dump([[event.time_s, event.generation, event.text] for event in events])
+
+
+def events_from_json(data: bytes) -> tuple[Happening, ...]:
+    return tuple(Happening(*fields) for fields in json.loads(data))
 
 
 def desired_to_json(num_nodes: int) -> bytes:

@@ -22,7 +22,6 @@ from baguarun.elastic.membership.records import (
     FailureReport,
     NodeRecord,
     Past,
-    StopRequest,
     generation_to_json,
     port_to_json,
 )
@@ -142,10 +141,6 @@ class Session:
                 log.info("leaving without a word, the lease will tell: %s", error)
         self._stopping.set()
         await self._ended.wait()
-
-    async def stop_job(self, reason: str, exit_code: int) -> None:
-        """End the job on every node; `Finished` follows."""
-        await self._report(self._keys.stop, StopRequest(reason=reason, exit_code=exit_code).to_json())
 
     async def wait_until_alone(self, timeout_s: float) -> bool:
         """Wait, after `run` has returned, until no other node is registered; False if some still are."""

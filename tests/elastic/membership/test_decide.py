@@ -126,8 +126,9 @@ def test_a_done_member_that_vanishes_is_not_missed() -> None:
 
 
 def test_a_stop_request_ends_it() -> None:
-    view = a_view(a_spec(1, 1), A, world=a_world(A), stop=StopRequest(reason="Ctrl-C", exit_code=130))
-    assert decide(NOW, view, SETTINGS).action == Finish(False, None, 130)
+    stop = StopRequest(reason="Ctrl-C", exit_code=130)
+    view = a_view(a_spec(1, 1), A, world=a_world(A), stop=stop)
+    assert decide(NOW, view, SETTINGS).action == Finish(False, None, 130, stop)
 
 
 # -- newcomers

@@ -75,6 +75,7 @@ class Model:
             digest=self.spec.digest,
             summary="",
             token=str(self.revision),
+            registered_s=0.0,
             seen=0,
             past=past,
         )
@@ -219,6 +220,7 @@ class Model:
             charged=action.charged,
             free_retries=action.free_retries,
             reason="",
+            formed_s=0.0,
             net_secret="",
         )
         members = tuple(Member(n.node_id, n.node_id, 1, n.create_revision) for n in action.nodes)

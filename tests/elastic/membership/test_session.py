@@ -7,13 +7,14 @@ import signal
 
 import pytest
 
+from baguarun.elastic.membership.control import stop_job
 from baguarun.elastic.membership.events import Dismissed, Expelled, Prepare, Start, StoreBack, StoreLost
 from baguarun.elastic.membership.job import JobSpec
-from baguarun.elastic.membership.records import desired_to_json
+from baguarun.elastic.membership.records import StopRequest, desired_to_json
 from baguarun.elastic.membership.store import Put
 from baguarun.errors import UsageError
 from tests.support.fake_cluster import FakeNode, a_spec, until, until_running
-from tests.support.fake_store import FakeServer
+from tests.support.fake_store import FakeServer, FakeStore
 from tests.support.virtual_time import in_virtual_time
 
 
@@ -348,15 +349,16 @@ async def test_a_job_that_was_killed_on_all_nodes_starts_afresh() -> None:
 
 
 @in_virtual_time
-async def test_stop_job_ends_it_for_all_with_the_given_exit_code() -> None:
+async def test_a_job_that_is_stopped_ends_for_all_with_the_given_exit_code() -> None:
     server, spec = FakeServer(), a_spec(2, 2)
     nodes = [FakeNode(server, spec, f"n{i}") for i in range(2)]
     await until_running(nodes, 1)
-    await nodes[1].session.stop_job("Ctrl-C on n1", 130)
+    await stop_job(FakeStore(server), "job", StopRequest(reason="Ctrl-C on n1", exit_code=130))
     await asyncio.gather(*(node.task for node in nodes))
     for node in nodes:
         assert node.finished is not None
         assert (node.finished.reason, node.finished.exit_code) == ("Ctrl-C on n1", 130)
+        assert (node.finished.stopped, node.finished.at_once) == (True, False)
 
 
 @in_virtual_time
