@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from baguarun import __version__
 from baguarun.cli.console import show
 from baguarun.errors import BaguarunError, UsageError
 
-COMMANDS = {"run": "start a training script on one node or on several"}
+COMMANDS = {
+    "run": "start a training script on one node or on several",
+    "jobs": "list the jobs that a store knows",
+    "status": "show what a job does, on which nodes, and what has happened to it",
+    "scale": "say how many nodes a running job shall have",
+    "stop": "end a job on every node",
+}
 
 _HELP = """\
 usage: baguarun COMMAND ...
@@ -40,10 +47,10 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         show(f"baguarun {__version__}")
         return 0
-    if words[0] == "run":
-        from baguarun.cli import run
-
-        return run.main(words[1:])
+    if words[0] in COMMANDS:
+        # Each command loads what it needs and no more.
+        command: Callable[[Sequence[str]], int] = import_module(f"baguarun.cli.{words[0]}").main
+        return command(words[1:])
     raise UsageError(_unknown(words))
 
 

@@ -107,6 +107,7 @@ class Meeting:
             for warning in self._etcd.warnings:
                 self._say(f"baguarun: warning: {warning}")
             self._url = self._etcd.url
+            self._etcd.announce(self._settings.job_id)
             self._store = await EtcdStore.open(
                 self._url, timeout_s=_OPEN_TIMEOUT_S, ping_interval_s=PING_INTERVAL_S
             )

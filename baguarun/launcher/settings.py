@@ -165,9 +165,9 @@ class RunSettings:
             )
 
     def _check_names(self) -> None:
-        _want_word("--job-id", self.job_id)
-        _want_word("--node-name", self.node_name)
-        _want_word("--role", self.role)
+        want_word("--job-id", self.job_id)
+        want_word("--node-name", self.node_name)
+        want_word("--role", self.role)
         if self.algorithm is not None and not re.fullmatch(r"[a-z][a-z0-9_]*", self.algorithm):
             raise UsageError(
                 f"--algorithm={self.algorithm}: want a name in lower case, as gradient_allreduce or bytegrad"
@@ -231,6 +231,12 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     except UsageError as error:
         raise UsageError(with_sources(str(error), given)) from error
     return RunRequest(settings, (*notices, *rdzv_conf.no_effect_notices(settings.rdzv_conf)), given)
+
+
+def read_store_options(line: Mapping[str, Given]) -> tuple[dict[str, Given], str | None]:
+    """For commands about a running job: `line` over the environment's options, and the store's password."""
+    environ = dict(os.environ)
+    return {**read_environment(environ), **line}, environ.get("BAGUARUN_STORE_PASSWORD") or None
 
 
 def with_sources(message: str, given: Mapping[str, Given]) -> str:
@@ -374,7 +380,7 @@ def _node_range(value: Given) -> tuple[int, int]:
     return int(low), int(high) if colon else int(low)
 
 
-def _want_word(flag: str, value: str) -> None:
+def want_word(flag: str, value: str) -> None:
     """Names go into store keys, paths and line prefixes: one word that is hostile to none of them."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=-]{0,127}", value):
         raise UsageError(

@@ -49,7 +49,10 @@ def test_a_script_without_a_command_is_answered_with_the_line_that_runs_it(
 
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rnu"]) == 2
-    assert "rnu: unknown command; want run; did you mean run?" in capsys.readouterr().err
+    assert (
+        "rnu: unknown command; want run, jobs, status, scale, stop; did you mean run?"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_module_is_the_command_and_neither_torch_nor_grpc_is_loaded_for_an_error(tmp_path: Path) -> None:

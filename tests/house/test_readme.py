@@ -13,7 +13,13 @@ import pytest
 from baguarun.launcher.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ["docs/architecture.md", "docs/bagua.md", "docs/transport.md", "docs/troubleshooting.md"]
+DOCS = [
+    "docs/architecture.md",
+    "docs/bagua.md",
+    "docs/jobs.md",
+    "docs/transport.md",
+    "docs/troubleshooting.md",
+]
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import importlib.util
 import ipaddress
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from baguarun.elastic.membership.scratch import ScratchFolder
+from baguarun.elastic.membership.scratch import ScratchFolder, living_folders
 from baguarun.elastic.membership.store_url import HostPort, StoreUrl
 from baguarun.elastic.membership.waiting import within
 from baguarun.errors import SetupError, UsageError
@@ -30,6 +31,7 @@ PING_INTERVAL_S = 1.0
 LOOPBACK = HostPort("127.0.0.1", 0)
 _PREFIX = "baguarun-etcd-"
 _LOG = "etcd.log"
+_JOB = "job.json"
 _LOG_TAIL_BYTES = 2000
 _PORT_ATTEMPTS = 5
 _POLL_S = 0.005
@@ -194,6 +196,13 @@ class PrivateEtcd:
         except OSError as error:
             return f"(no log: {error})"
 
+    def announce(self, job_id: str) -> None:
+        """Let commands on this machine find the store of `job_id` here (`find_announced`)."""
+        assert self._dir is not None
+        text = json.dumps({"job_id": job_id, "host": self.address.host, "port": self.address.port})
+        (self._dir / f"{_JOB}.new").write_text(text)
+        os.rename(self._dir / f"{_JOB}.new", self._dir / _JOB)
+
     async def stop(self) -> None:
         """End the process and remove temporary data; kept data are closed in order."""
         process = self._process
@@ -245,6 +254,18 @@ class PrivateEtcd:
         # Debian's /etc/hosts maps a machine's own name to 127.0.1.1, where no other node can reach it.
         self.warnings.append(f"{host} is {found} on this machine; the store listens on all its addresses")
         return "0.0.0.0", True
+
+
+def find_announced() -> dict[str, StoreUrl]:
+    """Stores of this user's jobs that an agent on this machine serves, by job id."""
+    found = {}
+    for folder in living_folders(_PREFIX):
+        try:
+            note = json.loads((folder / _JOB).read_text())
+        except FileNotFoundError:
+            continue  # it is about to start
+        found[note["job_id"]] = StoreUrl(endpoints=(HostPort(note["host"], note["port"]),))
+    return found
 
 
 def find_etcd(wanted: str | None) -> Path:

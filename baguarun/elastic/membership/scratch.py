@@ -37,6 +37,38 @@ class ScratchFolder:
             self._lock_fd = -1
 
 
+def living_folders(prefix: str) -> list[Path]:
+    """This user's folders of `prefix` whose owners live, in no order."""
+    return [
+        folder
+        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*")
+        if _is_mine(folder) and _is_owned(folder)
+    ]
+
+
+def _is_mine(folder: Path) -> bool:
+    """Anybody may make a folder of that name in a temporary folder that all share."""
+    try:
+        return folder.lstat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _is_owned(folder: Path) -> bool:
+    try:
+        fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # Shared: two processes that look at once do not take each other for the owner.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _own(folder: Path) -> int:
     """Mark the folder as in use; the kernel takes the mark away when the process ends."""
     fd = os.open(folder / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from baguarun.elastic.membership.embedded import PING_INTERVAL_S, PrivateEtcd, find_etcd
+from baguarun.elastic.membership.embedded import PING_INTERVAL_S, PrivateEtcd, find_announced, find_etcd
 from baguarun.elastic.membership.etcd import EtcdStore
 from baguarun.elastic.membership.store import WatchRange
 from baguarun.elastic.membership.store_url import HostPort
@@ -293,3 +293,12 @@ def test_it_can_be_started_before_grpc_is_imported() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+@in_loop
+async def test_once_announced_it_is_found_by_the_job_it_serves_until_it_stops() -> None:
+    async with PrivateEtcd() as first, PrivateEtcd() as second, PrivateEtcd():
+        first.announce("one")
+        second.announce("two")
+        assert find_announced() == {"one": first.url, "two": second.url}
+    assert find_announced() == {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baguarun.elastic.membership.scratch import ScratchFolder
+from baguarun.elastic.membership.scratch import ScratchFolder, living_folders
 from baguarun.errors import SetupError
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +44,25 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_is
     assert not left.exists()
     ScratchFolder("other-").remove()
     assert used.path.is_dir() and mine.path.is_dir()
+
+
+def test_folders_of_living_owners_are_found_and_looking_at_them_changes_nothing(tmp_path: Path) -> None:
+    mine = ScratchFolder("mark-")
+    (tmp_path / "mark-without-an-owner").mkdir()
+    left = tmp_path / "mark-left"
+    left.mkdir()
+    (left / "owner.lock").touch()
+    assert living_folders("mark-") == [mine.path] == living_folders("mark-")
+    mine.remove()
+    assert living_folders("mark-") == []
+
+
+@pytest.mark.root
+def test_a_folder_that_somebody_else_made_is_not_believed() -> None:
+    planted = ScratchFolder("mark-")
+    os.chown(planted.path, 65534, 65534)
+    assert living_folders("mark-") == []
+    planted.remove()
 
 
 def test_no_place_for_temporary_files_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
