@@ -19,6 +19,8 @@ import baguarun
 
 VOCABULARY = 128
 CONTEXT = 128
+PIECE = 4096
+VALIDATION_WINDOWS = 128
 
 
 def parse() -> argparse.Namespace:
@@ -27,7 +29,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker, in windows of 128 characters")
-    parser.add_argument("--algorithm", help="gradient_allreduce (default) or bytegrad")
+    parser.add_argument("--algorithm", help="a name from docs/algorithms.md (default gradient_allreduce)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the windows drawn")
     parser.add_argument("--sample", type=int, default=400, help="characters to write at the end")
     return parser.parse_args()
 
@@ -37,6 +40,19 @@ def load_text() -> Tensor:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"\n".join(file.read_bytes() for file in files).decode("utf-8", errors="ignore")
     return torch.tensor(list(text.encode("ascii", errors="ignore")), dtype=torch.uint8)
+
+
+def split(text: Tensor) -> tuple[Tensor, Tensor]:
+    """The part to train on and a twentieth that is held out, taken in pieces from all over the text."""
+    pieces = text[: len(text) // PIECE * PIECE].view(-1, PIECE)
+    held_out = torch.arange(len(pieces)) % 20 == 19
+    return pieces[~held_out].flatten(), pieces[held_out].flatten()
+
+
+def draw(text: Tensor, count: int, length: int, generator: torch.Generator | None = None) -> Tensor:
+    """`count` windows of `length` characters and the one that follows, from anywhere in the text."""
+    starts = torch.randint(len(text) - length, (count, 1), generator=generator)
+    return text[starts + torch.arange(length + 1)].long()
 
 
 class CharTransformer(nn.Module):
@@ -62,6 +78,26 @@ class CharTransformer(nn.Module):
         return self.head(self.norm(hidden))
 
 
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross-entropy of each window's next characters, in nats."""
+    logits = model(windows[:, :-1])
+    return cross_entropy(logits.reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
+
+
+def mean(value: Tensor) -> float:
+    """The mean over all workers."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: Tensor, device: torch.device) -> float:
+    """The mean over all workers, each of which looks at its share with its own replica."""
+    windows = draw(text, VALIDATION_WINDOWS, CONTEXT, torch.Generator().manual_seed(0))
+    return mean(loss_of(model, windows[dist.get_rank() :: dist.get_world_size()].to(device)))
+
+
 @torch.no_grad()
 def write(model: nn.Module, count: int, device: torch.device) -> str:
     """Let the model continue "def " one character at a time."""
@@ -82,38 +118,37 @@ def main() -> None:
         else torch.device("cpu")
     )
 
-    text = load_text()
-    torch.manual_seed(rank)  # every worker draws its own windows
+    text, held_out = split(load_text())
+    torch.manual_seed(args.seed * world_size + rank)  # every worker draws its own windows
     model = CharTransformer().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model = baguarun.DistributedDataParallel(model, optimizers=[optimizer], algorithm=args.algorithm)
 
     started = time.monotonic()
     for step in range(1, args.steps + 1):
-        starts = torch.randint(len(text) - CONTEXT, (args.batch_size, 1))
-        windows = text[starts + torch.arange(CONTEXT + 1)].long().to(device)
-        logits = model(windows[:, :-1])
-        loss = cross_entropy(logits.reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
+        loss = loss_of(model, draw(text, args.batch_size, CONTEXT).to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % 20 == 0 or step in (1, args.steps):
-            mean_loss = loss.detach().clone()
-            dist.all_reduce(mean_loss)
+            mean_loss = mean(loss)
             if rank == 0:
                 rate = step * args.batch_size * world_size * CONTEXT / (time.monotonic() - started)
                 print(
-                    f"step {step:5}/{args.steps}   loss {mean_loss.item() / world_size:.4f}   "
-                    f"{rate:7.0f} characters/s",
+                    f"step {step:5}/{args.steps}   loss {mean_loss:.4f}   {rate:7.0f} characters/s",
                     flush=True,
                 )
 
+    model.eval()
+    final_loss = validation_loss(model.module, held_out, device)
     if rank == 0:
         moved_mb = model.stats().bytes_sent / 1e6
         print(
-            f"\n{moved_mb:.1f} MB sent by this worker ({world_size} in all). The model writes:\n", flush=True
+            f"\nvalidation loss {final_loss:.4f}   {moved_mb:.1f} MB sent by this worker "
+            f"({world_size} in all). The model writes:\n",
+            flush=True,
         )
-        print(write(model.module.eval(), args.sample, device), flush=True)
+        print(write(model.module, args.sample, device), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

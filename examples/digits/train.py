@@ -24,7 +24,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
-    parser.add_argument("--algorithm", help="gradient_allreduce (default) or bytegrad")
+    parser.add_argument("--algorithm", help="a name from docs/algorithms.md (default gradient_allreduce)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the images' order")
     return parser.parse_args()
 
 
@@ -69,10 +70,10 @@ def main() -> None:
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
 
     train_set, test_set = load_data()
-    sampler = DistributedSampler(train_set, world_size, rank)
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler)
     model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -102,14 +103,15 @@ def main() -> None:
     with torch.no_grad():
         # Every worker looks at its share of the test images.
         images, labels = (tensor[rank::world_size].to(device) for tensor in test_set.tensors)
-        correct = (model.module(images).argmax(1) == labels).sum().item()
-    accuracy = total(correct, device) / len(test_set)
+        logits = model.module(images)
+    test_loss = total(cross_entropy(logits, labels, reduction="sum").item(), device) / len(test_set)
+    accuracy = total((logits.argmax(1) == labels).sum().item(), device) / len(test_set)
     moved_mb = total(model.stats().bytes_sent, device) / 1e6
     samples = total(samples, device)
     if rank == 0:
         print(
-            f"\ntest accuracy {accuracy:.1%}   {samples / elapsed_s:.0f} samples/s   "
-            f"{moved_mb:.1f} MB moved between {world_size} worker(s)\n"
+            f"\ntest accuracy {accuracy:.1%}   test loss {test_loss:.4f}   "
+            f"{samples / elapsed_s:.0f} samples/s   {moved_mb:.1f} MB moved between {world_size} worker(s)\n"
             "next: baguarun run --nproc-per-node 2 examples/charlm/train.py --algorithm bytegrad",
             flush=True,
         )

@@ -32,7 +32,8 @@ def run(launcher: list[str], script: str, *args: str) -> str:
 
 
 def losses(output: str) -> list[float]:
-    return [float(text) for text in re.findall(r"loss ([0-9.]+)", output)]
+    """Of training, one per line of progress."""
+    return [float(text) for text in re.findall(r"(?:step|epoch) .* loss ([0-9.]+)", output)]
 
 
 def digits_moved_mb(algorithm: str) -> float:
@@ -55,6 +56,14 @@ def test_digits_runs_alone_and_moves_nothing() -> None:
     assert " 0.0 MB moved between 1 worker" in run(PLAIN, "digits", "--epochs", "1")
 
 
+def test_digits_repeats_with_a_seed_and_not_with_another() -> None:
+    seen = [
+        re.findall(r"test loss ([0-9.]+)", run(PLAIN, "digits", "--epochs", "1", "--seed", seed))
+        for seed in ("3", "3", "4")
+    ]
+    assert seen[0] == seen[1] != seen[2]
+
+
 def test_digits_runs_under_torchrun() -> None:
     assert "moved between 2 worker" in run(TORCHRUN, "digits", "--epochs", "1")
 
@@ -63,6 +72,8 @@ def test_digits_runs_under_torchrun() -> None:
 def test_charlm_learns_and_writes_on_two_workers() -> None:
     output = run(BAGUARUN, "charlm", "--steps", "20", "--sample", "40", "--algorithm", "bytegrad")
     assert losses(output)[-1] < losses(output)[0] - 1
+    validation = re.search(r"validation loss ([0-9.]+)", output)
+    assert validation is not None and abs(float(validation[1]) - losses(output)[-1]) < 0.5
     assert "The model writes:" in output and "def " in output
 
 
