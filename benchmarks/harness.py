@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plot import draw, missing
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "docs" / "results"
 
@@ -98,7 +100,15 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         default=None,
         help=f"where to write (default docs/results/{name}.json; quick: nowhere)",
     )
+    options.add_argument("--plot", type=_picture, help="a picture, too: a .png (needs matplotlib)")
     return options
+
+
+def _picture(text: str) -> Path:
+    """Refused before the benchmark runs, and not after it."""
+    if reason := missing():
+        raise argparse.ArgumentTypeError(reason)
+    return Path(text)
 
 
 def finish(report: Report, options: argparse.Namespace) -> int:
@@ -109,6 +119,9 @@ def finish(report: Report, options: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(report.to_json())
         print(f"written: {path}")
+    if options.plot is not None:
+        draw(json.loads(report.to_json()), options.plot)
+        print(f"written: {options.plot}")
     missed = [row.what for row in report.rows if not row.reached]
     if options.check and missed:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)
