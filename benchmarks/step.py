@@ -128,33 +128,44 @@ def _figures(step_s: list[float], moved: list[float]) -> str:
 
 def run_contest(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
     """Start the ranks, wait for them and return rank 0's blocks; raises when a rank fails."""
-    with tempfile.TemporaryDirectory() as scratch, _placed(contest.network, turns) as (address, starters):
-        out = Path(scratch) / "blocks.json"
+    words = [
+        *("benchmarks.step_worker", "--cases", ",".join(contest.cases), "--model", contest.model),
+        *("--rounds", str(turns.rounds), "--block-s", str(turns.block_s)),
+    ]
+    return run_ranks(contest.network, words, pin=turns.pin, congestion_control=turns.congestion_control)
+
+
+def run_ranks(
+    network: Network, words: list[str], *, pin: bool = True, congestion_control: str = "reno"
+) -> list[dict[str, Any]]:
+    """Start one `python -m words... --out FILE` per rank, wait, and return what rank 0 wrote.
+
+    `pin` keeps each rank on one CPU. Raises RuntimeError when a rank fails.
+    """
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _placed(network, congestion_control) as (address, starters),
+    ):
+        out = Path(scratch) / "written.json"
         processes = []
         for rank, start in enumerate(starters):
-            argv = [
-                *(sys.executable, "-m", "benchmarks.step_worker", "--out", str(out)),
-                *("--cases", ",".join(contest.cases), "--model", contest.model),
-                *("--rounds", str(turns.rounds), "--block-s", str(turns.block_s)),
-            ]
             cpus = sorted(os.sched_getaffinity(0))
-            pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if turns.pin else []
-            processes.append(
-                start([*pinned, *argv], env=_environment(rank, address, contest.network), cwd=REPOSITORY)
-            )
+            pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if pin else []
+            argv = [*pinned, sys.executable, "-m", *words, "--out", str(out)]
+            processes.append(start(argv, env=_environment(rank, address, network), cwd=REPOSITORY))
         _wait(processes)
-        blocks: list[dict[str, Any]] = json.loads(out.read_text())
-    return blocks
+        written: list[dict[str, Any]] = json.loads(out.read_text())
+    return written
 
 
 @contextlib.contextmanager
-def _placed(network: Network, turns: Turns) -> Iterator[tuple[str, list[Any]]]:
+def _placed(network: Network, congestion_control: str) -> Iterator[tuple[str, list[Any]]]:
     """Rank 0's address and one function per rank that starts a process in its place."""
     if not network.lab:
         yield "127.0.0.1", [subprocess.Popen] * RANKS
         return
-    control = turns.congestion_control
-    with Lab(network.hosts, network.rate_mbit, network.delay_ms, congestion_control=control) as lab:
+    limits = (network.rate_mbit, network.delay_ms)
+    with Lab(network.hosts, *limits, congestion_control=congestion_control) as lab:
         per_host = RANKS // network.hosts
         yield lab.hosts[0].address, [lab.hosts[rank // per_host].popen for rank in range(RANKS)]
 
@@ -183,7 +194,7 @@ def _wait(processes: list[subprocess.Popen[Any]]) -> None:
         while any(process.poll() is None for process in processes):
             failed = [p.returncode for p in processes if p.returncode not in (None, 0)]
             if failed or time.monotonic() > deadline:
-                raise RuntimeError(f"step benchmark: ranks ended with {failed} (cap {_CAP_S:.0f} s)")
+                raise RuntimeError(f"ranks ended with {failed} (cap {_CAP_S:.0f} s)")
             time.sleep(0.2)
     finally:
         for process in processes:
@@ -191,7 +202,7 @@ def _wait(processes: list[subprocess.Popen[Any]]) -> None:
             process.wait()
     failed = [p.returncode for p in processes if p.returncode != 0]
     if failed:
-        raise RuntimeError(f"step benchmark: ranks ended with {failed}")
+        raise RuntimeError(f"ranks ended with {failed}")
 
 
 def main(argv: list[str] | None = None) -> int:
