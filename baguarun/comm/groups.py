@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.backend import BaguanetOptions
+from baguarun.comm.rails import NodeLayout, lay_out
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
@@ -166,11 +168,44 @@ def on_one_host(group: dist.ProcessGroup) -> bool:
 
     Ranks with a network of their own (containers, network namespaces) count as separate hosts.
     """
-    namespaces = (str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))
-    mine = ":".join([_read_boot_id(), *namespaces])
     everyone: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, _host_identity(), group=group)
     return len(set(everyone)) == 1
+
+
+def find_nodes(group: dist.ProcessGroup) -> NodeLayout:
+    """Which ranks of `group` are on one node. Collective.
+
+    Ranks are on one node if they are on one host, as `on_one_host` has it, and their launcher gave them the
+    same GROUP_RANK: two agents on one machine are two nodes. A launcher that sets none is trusted with hosts.
+    """
+    everyone: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (_host_identity(), read_worker_env().node_rank), group=group)
+    return lay_out(everyone)
+
+
+def group_like(
+    group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, name: str
+) -> dist.ProcessGroup:
+    """A group of some `ranks` of `group`, with its backend for `device` and its timeout.
+
+    Collective over `ranks`, all of which must be in as many groups: see `same_number_of_groups`.
+    """
+    backend = _backend(group, device)
+    members = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks=[members[rank] for rank in ranks],
+        backend=backend.name(),
+        timeout=backend.options._timeout,
+        use_local_synchronization=True,
+        group_desc=f"baguarun {name}",
+    )
+    return made
+
+
+def _host_identity() -> str:
+    namespaces = (str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))
+    return ":".join([_read_boot_id(), *namespaces])
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -19,6 +19,7 @@ from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
@@ -116,6 +117,8 @@ class DataParallelSession:
         exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
         arena_bytes = self._arena_bytes(exchanged, operations)
         self._group = engine_group(parent, self.device, arena_bytes=arena_bytes)
+        weights = algorithm.exchanges_weights
+        self._rails = join_rails(algorithm.hierarchy(), self._group, self.device, collectives=weights)
         if settings.init_sync:
             self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
             self._broadcast([_real_view(buffer) for buffer in module.buffers()])
@@ -279,6 +282,9 @@ class DataParallelSession:
             )
             for dtype, operation in operations.items()
         }
+        if self._rails is not None:
+            for spec in specs.values():
+                spec.exchange_by_rail(self._rails.for_engine(extension))
         total_bytes = sum(parameter.nbytes for _, parameter in parameters)
         world_size = dist.get_world_size(self._group)
         cap_mb = self.settings.bucket_cap_mb

@@ -151,7 +151,15 @@ void bindOperations(py::module_& module) {
            py::arg("average"))
       .def_readonly("kind", &OperationSpec::kind)
       .def_readonly("wire", &OperationSpec::wire)
-      .def_readonly("average", &OperationSpec::average);
+      .def_readonly("average", &OperationSpec::average)
+      .def("exchange_by_rail", [](OperationSpec& spec, const engine::Rails& rails) {
+        spec.rails = std::make_shared<engine::Rails>(rails);
+      });
+  py::class_<engine::Rails>(module, "Rails")
+      .def(py::init<std::vector<int>, std::vector<int>, size_t, size_t, size_t, engine::Group,
+                    engine::Group>(),
+           py::kw_only(), py::arg("node"), py::arg("rail"), py::arg("num_rails"), py::arg("num_nodes"),
+           py::arg("num_ranks"), py::arg("node_group"), py::arg("rail_group"));
 }
 
 std::shared_ptr<Engine> makeEngine(

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/as_strided.h>
 
+#include <stdexcept>
+
 #include "engine/errors.h"
 
 namespace baguarun::engine {
@@ -30,6 +32,18 @@ codec::DType codecType(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return codec::DType::bf16;
   throw UsageFailure(std::string("gradients of type ") + c10::toString(dtype) +
                      " have no codec; want float32, float16 or bfloat16");
+}
+
+codec::Wire plainWire(codec::DType dtype) {
+  switch (dtype) {
+    case codec::DType::f32:
+      return codec::Wire::f32;
+    case codec::DType::f16:
+      return codec::Wire::f16;
+    case codec::DType::bf16:
+      return codec::Wire::bf16;
+  }
+  throw std::logic_error("unknown type of numbers");
 }
 
 at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset) {

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/rails.h"
 
 namespace baguarun::engine {
 
@@ -26,6 +28,8 @@ struct OperationSpec {
   codec::Wire wire = codec::Wire::f32;
   // Divide the sum by the number of ranks.
   bool average = true;
+  // Exchange by rail; null: among all ranks at once. Read by kScatterReduceGather only.
+  std::shared_ptr<const Rails> rails = nullptr;
 };
 
 // Buckets in shared memory begin at multiples of this.
@@ -51,6 +55,9 @@ bool isPlain(codec::Wire wire, at::ScalarType dtype);
 
 // The codec's word for a dtype; UsageFailure for a dtype that is not coded (float64, integers).
 codec::DType codecType(at::ScalarType dtype);
+
+// The wire that carries numbers of `dtype` as they are.
+codec::Wire plainWire(codec::DType dtype);
 
 // The place of `parameter`'s gradient in `flat` at `offset`, with the parameter's strides if it is dense.
 at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset);

@@ -6,8 +6,7 @@
 #include <stdexcept>
 
 #include "engine/errors.h"
-#include "engine/peer_exchange.h"
-#include "engine/ring_exchange.h"
+#include "engine/rail_exchange.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -140,10 +139,10 @@ std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucke
         const auto kind = bucket.operation.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
         return makeAllReduce(group, bucket.flat, kind, 1.0);
       }
-      if (RingExchange::suits(bucket, static_cast<size_t>(group->getSize()))) {
-        return std::make_unique<RingExchange>(group, bucket);
+      if (bucket.operation.rails) {
+        return std::make_unique<RailExchange>(group, bucket);
       }
-      return std::make_unique<PeerExchange>(group, bucket);
+      return makeExchange(group, bucket, everybody(group));
     case OperationKind::kAllReduce: {
       const double divisor = bucket.operation.average ? group->getSize() : 1.0;
       return makeAllReduce(group, bucket.flat, c10d::ReduceOp::SUM, divisor);

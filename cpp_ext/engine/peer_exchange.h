@@ -24,10 +24,12 @@ namespace baguarun::engine {
 // Two rounds instead of the 2(n-1) of a ring, and the same bytes: each rank sends 2(n-1)/n of the bucket.
 class PeerExchange final : public HostOperation {
  public:
-  PeerExchange(const Group& group, const Bucket& bucket)
+  // `ranks`: those of the group that take part, this one among them. "Rank" means a place in it below.
+  PeerExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks)
       : group_(group),
-        rank_(static_cast<size_t>(group->getRank())),
-        size_(static_cast<size_t>(group->getSize())),
+        ranks_(ranks),
+        rank_(placeOf(group->getRank(), ranks)),
+        size_(ranks.size()),
         bucket_(bucket.index),
         wire_(bucket.operation.wire),
         dtype_(codecType(bucket.flat.scalar_type())),
@@ -36,6 +38,9 @@ class PeerExchange final : public HostOperation {
         elementSize_(bucket.flat.element_size()),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
         flat_(bucket.flat) {
+    for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
+      transfers->nameRanks(ranks);
+    }
     allocate();
   }
 
@@ -134,11 +139,8 @@ class PeerExchange final : public HostOperation {
       return;
     }
     std::vector<at::Tensor> tensors{chunk};
-    try {
-      transfers.add(group_->send(tensors, static_cast<int>(peer), messageTag(round_, bucket_, stage)), peer);
-    } catch (const std::exception& error) {
-      throw CommunicationFailure("sending to rank " + std::to_string(peer) + ": " + error.what());
-    }
+    transfers.start("sending to", peer,
+                    [&] { return group_->send(tensors, ranks_[peer], messageTag(round_, bucket_, stage)); });
   }
 
   void receive(const std::vector<at::Tensor>& into, size_t peer, Stage stage, Transfers& transfers) {
@@ -146,11 +148,8 @@ class PeerExchange final : public HostOperation {
       return;
     }
     std::vector<at::Tensor> tensors{into[peer]};
-    try {
-      transfers.add(group_->recv(tensors, static_cast<int>(peer), messageTag(round_, bucket_, stage)), peer);
-    } catch (const std::exception& error) {
-      throw CommunicationFailure("receiving from rank " + std::to_string(peer) + ": " + error.what());
-    }
+    transfers.start("receiving from", peer,
+                    [&] { return group_->recv(tensors, ranks_[peer], messageTag(round_, bucket_, stage)); });
   }
 
   // In step s each rank sends to the one s places on and receives from the one s places back: every link
@@ -184,6 +183,7 @@ class PeerExchange final : public HostOperation {
   }
 
   const Group group_;
+  const std::vector<int> ranks_;
   const size_t rank_;
   const size_t size_;
   const size_t bucket_;

@@ -28,16 +28,22 @@ class RingExchange final : public HostOperation {
            bucket.operation.wire == codec::Wire::f32 && bucket.bytes / numRanks >= kLeastChunkBytes;
   }
 
-  RingExchange(const Group& group, const Bucket& bucket)
+  // `ranks`: those of the group that take part, this one among them. "Rank" means a place in it below.
+  RingExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks)
       : group_(group),
-        rank_(static_cast<size_t>(group->getRank())),
-        size_(static_cast<size_t>(group->getSize())),
+        ranks_(ranks),
+        rank_(placeOf(group->getRank(), ranks)),
+        size_(ranks.size()),
         bucket_(bucket.index),
         scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
         flat_(bucket.flat),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
         segments_(std::clamp(layout_.stride() / kSegmentElements, size_t{1}, kMaxSegments)),
-        scratch_(at::zeros({static_cast<int64_t>((size_ - 1) * layout_.stride())}, flat_.options())) {}
+        scratch_(at::zeros({static_cast<int64_t>((size_ - 1) * layout_.stride())}, flat_.options())) {
+    for (Transfers* transfers : {&sends_, &scatterReceives_, &gatherReceives_}) {
+      transfers->nameRanks(ranks);
+    }
+  }
 
   void begin(uint32_t round) override {
     round_ = round;
@@ -149,17 +155,17 @@ class RingExchange final : public HostOperation {
   void send(size_t first, size_t count, Stage stage) {
     const size_t next = (rank_ + 1) % size_;
     std::vector<at::Tensor> tensors{bytesAt(place(first), count)};
-    sends_.add(group_->send(tensors, static_cast<int>(next), messageTag(round_, bucket_, stage)), next);
+    sends_.add(group_->send(tensors, ranks_[next], messageTag(round_, bucket_, stage)), next);
   }
 
   void receive(float* into, size_t count, Stage stage, Transfers& transfers) {
     const size_t previous = (rank_ + size_ - 1) % size_;
     std::vector<at::Tensor> tensors{bytesAt(into, count)};
-    transfers.add(group_->recv(tensors, static_cast<int>(previous), messageTag(round_, bucket_, stage)),
-                  previous);
+    transfers.add(group_->recv(tensors, ranks_[previous], messageTag(round_, bucket_, stage)), previous);
   }
 
   const Group group_;
+  const std::vector<int> ranks_;
   const size_t rank_;
   const size_t size_;
   const size_t bucket_;

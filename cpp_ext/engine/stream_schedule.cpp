@@ -146,9 +146,95 @@ class StreamExchange final : public StreamOperation {
   std::vector<const void*> sources_;
 };
 
+// The exchange by rail of rails.h: every rank sends each owner of its node that owner's shard, owners sum in
+// fp32 and exchange between nodes, and broadcast the results in their node.
+//
+// Collectives of three communicators, one after the other on the caller's stream and so in one order on all
+// ranks.
+class StreamRailExchange final : public StreamOperation {
+ public:
+  explicit StreamRailExchange(const Bucket& bucket)
+      : rails_(bucket.operation.rails),
+        place_(static_cast<size_t>(rails_->nodeGroup->getRank())),
+        dtype_(codecType(bucket.flat.scalar_type())),
+        scale_(bucket.operation.average
+                   ? static_cast<float>(rails_->numNodes) / static_cast<float>(rails_->numRanks)
+                   : 1.0F),
+        layout_(static_cast<size_t>(bucket.flat.numel()), rails_->numRails) {
+    const size_t size = rails_->node.size();
+    for (size_t place = 0; place < size; ++place) {
+      shards_.push_back(bucket.flat.narrow(0, place < rails_->numRails ? begin(place) : 0,
+                                           place < rails_->numRails ? numElements(place) : 0));
+    }
+    const at::Tensor& own = shards_[place_];
+    for (size_t place = 0; place < size; ++place) {
+      contributions_.push_back(at::zeros_like(own));
+      sources_.push_back(contributions_.back().data_ptr());
+    }
+    if (own.numel() > 0) {
+      sum_ = dtype_ == codec::DType::f32 ? own : at::zeros_like(own, own.options().dtype(at::kFloat));
+      Bucket between = bucket;
+      between.flat = sum_;
+      between.operation.rails = nullptr;
+      between_ = std::make_unique<StreamExchange>(rails_->railGroup, between);
+    }
+  }
+
+  void enqueue(c10::Stream stream) override {
+    const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
+    rails_->nodeGroup->alltoall(contributions_, shards_)->wait();
+    if (between_) {
+      const size_t count = layout_.numElements(place_);
+      codec::reduceDecode(exec, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(),
+                          scale_, count, sum_.data_ptr());
+      between_->enqueue(stream);
+      if (dtype_ != codec::DType::f32) {
+        codec::encode(exec, plainWire(dtype_), codec::DType::f32, sum_.data_ptr(), count,
+                      shards_[place_].data_ptr());
+      }
+    }
+    for (size_t owner = 0; owner < rails_->numRails; ++owner) {
+      if (shards_[owner].numel() > 0) {
+        std::vector<at::Tensor> result{shards_[owner]};
+        c10d::BroadcastOptions fromOwner;
+        fromOwner.rootRank = static_cast<int64_t>(owner);
+        rails_->nodeGroup->broadcast(result, fromOwner)->wait();
+      }
+    }
+  }
+
+  uint64_t bytesPerRound() const override {
+    uint64_t bytes = between_ ? between_->bytesPerRound() : 0;
+    for (size_t place = 0; place < shards_.size(); ++place) {
+      bytes += place == place_ ? 0 : shards_[place].nbytes() + shards_[place_].nbytes();
+    }
+    return bytes;
+  }
+
+ private:
+  int64_t begin(size_t rail) const { return static_cast<int64_t>(layout_.begin(rail)); }
+  int64_t numElements(size_t rail) const { return static_cast<int64_t>(layout_.numElements(rail)); }
+
+  const std::shared_ptr<const Rails> rails_;
+  const size_t place_;
+  const codec::DType dtype_;
+  const float scale_;
+  const ChunkLayout layout_;
+  // By place: the slice of the bucket that it owns, empty for those that own nothing.
+  std::vector<at::Tensor> shards_;
+  std::vector<at::Tensor> contributions_;
+  std::vector<const void*> sources_;
+  at::Tensor sum_;
+  // Absent where this rank owns nothing.
+  std::unique_ptr<StreamExchange> between_;
+};
+
 std::unique_ptr<StreamOperation> makeStreamOperation(const Group& group, const Bucket& bucket) {
   switch (bucket.operation.kind) {
     case OperationKind::kScatterReduceGather:
+      if (bucket.operation.rails) {
+        return std::make_unique<StreamRailExchange>(bucket);
+      }
       return std::make_unique<StreamExchange>(group, bucket);
     case OperationKind::kAllReduce:
       return std::make_unique<StreamReduce>(

@@ -1,9 +1,11 @@
 // Messages of c10d on their way, and how they are told apart. Used by the operations on CPU buckets only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -20,6 +22,18 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 inline constexpr uint32_t kRoundMask = 0xfff;
 inline constexpr size_t kMaxBuckets = size_t{1} << 18;
 
+// All ranks of a group.
+inline std::vector<int> everybody(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  std::vector<int> ranks(static_cast<size_t>(group->getSize()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// Where `rank` stands among `ranks`, of which it is one.
+inline size_t placeOf(int rank, const std::vector<int>& ranks) {
+  return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
 enum class Stage : uint32_t { kScatter = 0, kGather = 1 };
 
 inline int messageTag(uint32_t round, size_t bucket, Stage stage) {
@@ -30,6 +44,21 @@ inline int messageTag(uint32_t round, size_t bucket, Stage stage) {
 // Pending transfers; abort() may come from another thread while one waits.
 class Transfers {
  public:
+  // What peers 0, 1, ... are called in messages; without it, by their numbers.
+  void nameRanks(const std::vector<int>& ranks) { names_ = ranks; }
+
+  // Adds what `run` starts, and names the peer if it cannot.
+  template <typename Run>
+  void start(const char* verb, size_t peer, const Run& run) {
+    Work work;
+    try {
+      work = run();
+    } catch (const std::exception& error) {
+      throw CommunicationFailure(failed(verb, peer) + textOf(error));
+    }
+    add(std::move(work), peer);
+  }
+
   void add(Work work, size_t peer) {
     const std::scoped_lock lock(mutex_);
     if (aborted_) {
@@ -52,11 +81,10 @@ class Transfers {
     try {
       completed = entry.work->wait();
     } catch (const std::exception& error) {
-      throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": " +
-                                 textOf(error));
+      throw CommunicationFailure(failed(verb, entry.peer) + textOf(error));
     }
     if (!completed) {
-      throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(entry.peer) + ": aborted");
+      throw CommunicationFailure(failed(verb, entry.peer) + "aborted");
     }
     const std::scoped_lock lock(mutex_);
     pending_[position].ended = true;
@@ -68,6 +96,12 @@ class Transfers {
       if (pending_[position].peer == peer) {
         wait(position, verb);
       }
+    }
+  }
+
+  void waitAll(const char* verb) {
+    for (size_t position = 0; position < pending_.size(); ++position) {
+      wait(position, verb);
     }
   }
 
@@ -95,6 +129,12 @@ class Transfers {
     bool ended = false;
   };
 
+  std::string failed(const char* verb, size_t peer) const {
+    const size_t rank = names_.empty() ? peer : static_cast<size_t>(names_[peer]);
+    return std::string(verb) + " rank " + std::to_string(rank) + ": ";
+  }
+
+  std::vector<int> names_;
   std::mutex mutex_;
   std::vector<Entry> pending_;
   bool aborted_ = false;

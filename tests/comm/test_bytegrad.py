@@ -5,11 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.algorithms import ByteGrad
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.extension import load_extension
-from baguarun.contract import WorkerEnv
-from baguarun.errors import UsageError
 from tests.comm.models import assert_averaged, assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
 
@@ -99,18 +96,3 @@ def overflow_reaches_all_ranks() -> None:
 
 def test_nan_and_inf_on_one_rank_are_seen_by_all_and_are_gone_in_the_next_step() -> None:
     run_ranks(overflow_reaches_all_ranks, 3)
-
-
-def test_hierarchical_is_refused_where_it_would_matter() -> None:
-    place = {
-        "num_nodes": 2,
-        "local_world_size": 4,
-        "world_size": 8,
-        "rank": 0,
-        "local_rank": 0,
-        "node_rank": 0,
-    }
-    env = WorkerEnv(**place, master_addr="", master_port=0, job_id="", restart_count=0, max_restarts=0)
-    with pytest.raises(UsageError, match="hierarchical=True with 2 nodes of 4 workers is not there yet"):
-        ByteGrad(hierarchical=True).check(env)
-    ByteGrad().check(env)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
+from baguarun.comm.rails import Hierarchical
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
@@ -66,6 +67,10 @@ class Algorithm(ABC):
     def make_stepper(self, context: StepContext) -> Stepper:
         """What works around the steps of one model. Asked for if the algorithm `exchanges_weights`."""
         raise NotImplementedError(f"{self.name} exchanges no weights")
+
+    def hierarchy(self) -> Hierarchical:
+        """Whether exchanges go by rail between nodes; False unless the algorithm has the setting."""
+        return False
 
     def check(self, env: WorkerEnv) -> None:
         """Raise `UsageError` if the algorithm cannot do what is asked in this place; any will do here."""

@@ -14,9 +14,8 @@ from baguarun.comm.algorithms.base import (
     OperationKind,
     Wire,
     full_precision,
-    refuse_hierarchical,
 )
-from baguarun.contract import WorkerEnv
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +26,17 @@ class ByteGrad(Algorithm):
 
     average: bool = True
     """Divide the sum by the number of ranks."""
-    hierarchical: bool | None = None
-    """Compress between nodes only. None: whatever this version does best, at present one flat exchange."""
+    hierarchical: Hierarchical = "auto"
+    """Sum up inside the node, and compress between nodes only. "auto": where several nodes have several
+    workers."""
+
+    def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
         if dtype not in WIRE_OF_DTYPE:
             return full_precision(dtype, device, self.average)
         return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=Wire.MINMAX8, average=self.average)
 
-    def check(self, env: WorkerEnv) -> None:
-        refuse_hierarchical(self.name, self.hierarchical, env)
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical

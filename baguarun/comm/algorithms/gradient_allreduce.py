@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, OperationKind, Wire, full_precision
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
 _WIRES = {"fp32": Wire.F32, "fp16": Wire.F16, "bf16": Wire.BF16}
@@ -24,10 +25,17 @@ class GradientAllReduce(Algorithm):
     types travel as they are."""
     average: bool = True
     """Divide the sum by the number of ranks."""
+    hierarchical: Hierarchical = False
+    """Sum up inside the node before anything leaves it. float32 on baguanet always does, whatever is asked;
+    types that have no codec (float64) are the backend's to reduce."""
 
     def __post_init__(self) -> None:
         if self.wire not in _WIRES:
             raise UsageError(f"gradient_allreduce: wire={self.wire!r}; want one of {', '.join(_WIRES)}")
+        require_hierarchical(self.name, self.hierarchical)
+
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
         wire = _WIRES[self.wire]

@@ -1,0 +1,59 @@
+"""What one model's communication needs to go by rail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.groups import find_nodes, group_like, same_number_of_groups
+from baguarun.comm.rails import Hierarchical, NodeLayout, goes_by_rail
+
+
+@dataclass(frozen=True, kw_only=True)
+class RailGroups:
+    """One rank's place on the rails of the engine's group."""
+
+    layout: NodeLayout
+    rank: int
+    """In the engine's group, as all ranks of the layout."""
+    node: dist.ProcessGroup | None
+    """The ranks of this node, in the layout's order. None if collectives are not needed, as below."""
+    rail: dist.ProcessGroup | None
+    """The owners of this rank's shard, in the order of nodes; this rank alone if it owns none."""
+
+    def for_engine(self, extension: Any) -> Any:
+        """As `baguarun._C.Rails`."""
+        return extension.Rails(
+            node=self.layout.node_of(self.rank),
+            rail=self.layout.rail_of(self.rank),
+            num_rails=self.layout.num_rails,
+            num_nodes=len(self.layout.nodes),
+            num_ranks=self.layout.world_size,
+            node_group=self.node,
+            rail_group=self.rail,
+        )
+
+
+def join_rails(
+    hierarchical: Hierarchical, group: dist.ProcessGroup, device: torch.device, *, collectives: bool
+) -> RailGroups | None:
+    """This rank's place on the rails of `group`; None where everything goes among all ranks.
+
+    Groups for collectives inside nodes and on rails are made if `collectives`, and on accelerators, where the
+    engine needs them too. Collective over `group` unless `hierarchical` is False.
+    """
+    if hierarchical is False or (hierarchical == "auto" and device.type != "cpu"):
+        # Communicators that run beside the job's own may block each other: only for those who ask for them.
+        return None
+    layout, rank = find_nodes(group), dist.get_rank(group)
+    if not goes_by_rail(hierarchical, layout):
+        return None
+    if not collectives and device.type == "cpu":
+        return RailGroups(layout=layout, rank=rank, node=None, rail=None)
+    same_number_of_groups(group)
+    node = group_like(group, layout.node_of(rank), device, "node")
+    rail = group_like(group, layout.rail_of(rank) or (rank,), device, "rail")
+    return RailGroups(layout=layout, rank=rank, node=node, rail=rail)

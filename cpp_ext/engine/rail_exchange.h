@@ -1,0 +1,225 @@
+// Exchange in three levels: inside the node, between nodes by rail, inside the node again. Included by
+// host_operation.cpp only.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "engine/errors.h"
+#include "engine/host_operation.h"
+#include "engine/peer_exchange.h"
+#include "engine/plan.h"
+#include "engine/rails.h"
+#include "engine/ring_exchange.h"
+#include "engine/transfers.h"
+
+namespace baguarun::engine {
+
+// The exchange of a bucket among `ranks` of the group that suits its size.
+inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Bucket& bucket,
+                                                   const std::vector<int>& ranks) {
+  if (RingExchange::suits(bucket, ranks.size())) {
+    return std::make_unique<RingExchange>(group, bucket, ranks);
+  }
+  return std::make_unique<PeerExchange>(group, bucket, ranks);
+}
+
+// Every rank gives each owner of its node that owner's shard, as it is; the owner sums in fp32, exchanges the
+// sum with the owners of the same shard on the other nodes, in whatever form the bucket's wire has, and gives
+// the result back to its node. So only what leaves the node is encoded, and a node sends as much as one rank
+// would, over all of its rails at once.
+//
+// All messages go between pairs of ranks of one group: inside the node for the first and the last level, to
+// other nodes for the one between, so messages of different levels cannot meet.
+class RailExchange final : public HostOperation {
+ public:
+  RailExchange(const Group& group, const Bucket& bucket)
+      : group_(group),
+        rails_(bucket.operation.rails),
+        place_(placeOf(group->getRank(), rails_->node)),
+        bucket_(bucket.index),
+        dtype_(codecType(bucket.flat.scalar_type())),
+        // Nodes average their sums: with this scale the result is the average over ranks, however many each
+        // node has.
+        scale_(bucket.operation.average
+                   ? static_cast<float>(rails_->numNodes) / static_cast<float>(rails_->numRanks)
+                   : 1.0F),
+        layout_(static_cast<size_t>(bucket.flat.numel()), rails_->numRails) {
+    for (Transfers* transfers : all()) {
+      transfers->nameRanks(rails_->node);
+    }
+    allocate(bucket);
+  }
+
+  void begin(uint32_t round) override {
+    round_ = round;
+    for (Transfers* transfers : all()) {
+      transfers->clear();
+    }
+    for (const size_t peer : peers()) {
+      receive(contributions_[peer], peer, Stage::kScatter, scatterReceives_);
+    }
+    for (const size_t owner : peers()) {
+      send(shard(owner), owner, Stage::kScatter, scatterSends_);
+    }
+    // A shard's result arrives where the contribution to it lies: its owner sends it after having received
+    // all of the contribution.
+    for (const size_t owner : peers()) {
+      receive(shard(owner), owner, Stage::kGather, gatherReceives_);
+    }
+    if (between_) {
+      sumUp();
+      between_->begin(round);
+    }
+  }
+
+  void reduce() override {
+    if (between_) {
+      between_->reduce();
+    }
+  }
+
+  void complete() override {
+    if (between_) {
+      between_->complete();
+      narrow();
+      for (const size_t peer : peers()) {
+        send(shards_[place_], peer, Stage::kGather, gatherSends_);
+      }
+    }
+    gatherReceives_.waitAll("receiving the result of");
+    scatterSends_.waitAll("sending a contribution to");
+    gatherSends_.waitAll("sending a result to");
+  }
+
+  void abort() override {
+    for (Transfers* transfers : all()) {
+      transfers->abort();
+    }
+    if (between_) {
+      between_->abort();
+    }
+  }
+
+  uint64_t bytesPerRound() const override {
+    uint64_t bytes = between_ ? between_->bytesPerRound() : 0;
+    for (const size_t peer : peers()) {
+      bytes += static_cast<uint64_t>(shard(peer).numel());
+      bytes += between_ ? static_cast<uint64_t>(shards_[place_].numel()) : 0;
+    }
+    return bytes;
+  }
+
+ private:
+  static constexpr codec::Exec kHost{codec::Device::cpu, nullptr};
+
+  bool narrows() const { return dtype_ != codec::DType::f32; }
+
+  void allocate(const Bucket& bucket) {
+    const at::Tensor flatBytes = bucket.flat.view(at::kByte);
+    const auto elementSize = static_cast<int64_t>(bucket.flat.element_size());
+    for (size_t rail = 0; rail < rails_->numRails; ++rail) {
+      shards_.push_back(flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(rail)) * elementSize,
+                                         static_cast<int64_t>(layout_.numElements(rail)) * elementSize));
+    }
+    contributions_.resize(rails_->node.size());
+    sources_.resize(rails_->node.size());
+    if (rails_->rail.empty() || layout_.numElements(place_) == 0) {
+      return;
+    }
+    for (size_t peer = 0; peer < rails_->node.size(); ++peer) {
+      contributions_[peer] = peer == place_ ? shards_[place_] : at::zeros_like(shards_[place_]);
+      sources_[peer] = contributions_[peer].data_ptr();
+    }
+    const auto numElements = static_cast<int64_t>(layout_.numElements(place_));
+    sum_ = narrows() ? at::zeros({numElements}, bucket.flat.options().dtype(at::kFloat))
+                     : bucket.flat.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
+    Bucket between;
+    between.index = bucket.index;
+    between.label = bucket.label;
+    between.bytes = sum_.nbytes();
+    between.flat = sum_;
+    between.operation = bucket.operation;
+    between.operation.rails = nullptr;
+    between_ = makeExchange(group_, between, rails_->rail);
+  }
+
+  void sumUp() {
+    scatterReceives_.waitAll("receiving the contribution of");
+    codec::reduceDecode(kHost, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(), scale_,
+                        layout_.numElements(place_), sum_.data_ptr());
+  }
+
+  void narrow() {
+    if (narrows()) {
+      codec::encode(kHost, plainWire(dtype_), codec::DType::f32, sum_.data_ptr(), layout_.numElements(place_),
+                    shards_[place_].data_ptr());
+    }
+  }
+
+  // The other places of this node, the next one first, so that not all begin with the same.
+  std::vector<size_t> peers() const {
+    std::vector<size_t> others;
+    for (size_t step = 1; step < rails_->node.size(); ++step) {
+      others.push_back((place_ + step) % rails_->node.size());
+    }
+    return others;
+  }
+
+  // The shard that the rank at `place` owns; nothing where it owns none.
+  at::Tensor shard(size_t place) const {
+    return place < shards_.size() ? shards_[place] : shards_.front().narrow(0, 0, 0);
+  }
+
+  void send(const at::Tensor& bytes, size_t place, Stage stage, Transfers& transfers) {
+    if (bytes.numel() > 0) {
+      std::vector<at::Tensor> tensors{bytes};
+      transfers.start("sending to", place, [&] {
+        return group_->send(tensors, rails_->node[place], messageTag(round_, bucket_, stage));
+      });
+    }
+  }
+
+  void receive(const at::Tensor& into, size_t place, Stage stage, Transfers& transfers) {
+    if (into.defined() && into.numel() > 0) {
+      std::vector<at::Tensor> tensors{into};
+      transfers.start("receiving from", place, [&] {
+        return group_->recv(tensors, rails_->node[place], messageTag(round_, bucket_, stage));
+      });
+    }
+  }
+
+  std::array<Transfers*, 4> all() {
+    return {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_};
+  }
+
+  const Group group_;
+  const std::shared_ptr<const Rails> rails_;
+  // Of this rank in its node.
+  const size_t place_;
+  const size_t bucket_;
+  const codec::DType dtype_;
+  const float scale_;
+  const ChunkLayout layout_;
+  uint32_t round_ = 0;
+  // Slices of the bucket, as bytes.
+  std::vector<at::Tensor> shards_;
+  // By place: what it contributes to the own shard; undefined where there is none.
+  std::vector<at::Tensor> contributions_;
+  std::vector<const void*> sources_;
+  // The own shard in fp32: the bucket's slice, or a buffer of its own for 16-bit gradients.
+  at::Tensor sum_;
+  // Absent where this rank owns nothing.
+  std::unique_ptr<HostOperation> between_;
+  Transfers scatterSends_;
+  Transfers scatterReceives_;
+  Transfers gatherSends_;
+  Transfers gatherReceives_;
+};
+
+}  // namespace baguarun::engine
