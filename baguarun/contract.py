@@ -127,6 +127,8 @@ class WorkerEnv:
     """Where `torch.distributed.elastic.multiprocessing.errors.record` writes the exception."""
     algorithm: str | None = None
     """Algorithm chosen on the command line, used where the script names none."""
+    timeline: str = ""
+    """Recordings of the engine go to files that begin with this path; empty for none."""
     extra: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further variables for this worker alone (device binding, OMP_NUM_THREADS, the transport's)."""
 
@@ -147,6 +149,14 @@ class WorkerEnv:
             generation=world.generation,
             **rest,
         )
+
+    @property
+    def timeline_part(self) -> str:
+        """This worker's own file of the timeline: no other worker and no other generation uses it."""
+        if not self.timeline:
+            return ""
+        generation = f".generation{self.generation}" if self.generation else ""
+        return f"{self.timeline}{generation}.rank{self.rank}"
 
     def to_environ(self) -> dict[str, str]:
         """The variables a torchrun script reads, and ours."""
@@ -173,6 +183,8 @@ class WorkerEnv:
             env["TORCHELASTIC_ERROR_FILE"] = self.error_file
         if self.algorithm:
             env["BAGUARUN_ALGORITHM"] = self.algorithm
+        if self.timeline:
+            env["BAGUARUN_TIMELINE"] = self.timeline
         env.update(self.extra)
         return env
 
@@ -200,4 +212,5 @@ class WorkerEnv:
             role=env.get("ROLE_NAME", "default"),
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             algorithm=env.get("BAGUARUN_ALGORITHM"),
+            timeline=env.get("BAGUARUN_TIMELINE", ""),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from baguarun.comm import timeline
 from baguarun.comm.algorithms.stepper import Stepper
 from baguarun.errors import UsageError
 
@@ -70,8 +71,7 @@ class StepBoundary:
         self._stepping = True
         if not self._prepared:
             self._prepared = True
-            self._stepper.context.weights.check()
-            self._stepper.before_step()
+            self._prepare()
 
     def _after_step(self, optimizer: int) -> None:
         self._stepping = False
@@ -81,9 +81,13 @@ class StepBoundary:
 
     def _end(self) -> None:
         if not self._prepared:
-            self._stepper.context.weights.check()
-            self._stepper.before_step()
+            self._prepare()
         self._stepped.clear()
         self._prepared = self._trained = False
-        with torch.no_grad():
+        with torch.no_grad(), timeline.span("end of the step", "weights"):
             self._stepper.after_step()
+
+    def _prepare(self) -> None:
+        self._stepper.context.weights.check()
+        with timeline.span("before the optimizer", "weights"):
+            self._stepper.before_step()

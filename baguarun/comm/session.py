@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from baguarun.comm import timeline
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.algorithms.base import WIRE_OF_DTYPE, Operation, OperationKind
@@ -94,6 +95,7 @@ class DataParallelSession:
         self._engine: Any = None
         self._stepper: Stepper | None = None
         self._boundary: StepBoundary | None = None
+        self._forward_start_ns = 0
         if algorithm.exchanges_weights and not optimizers:
             raise UsageError(
                 f"{algorithm.name} exchanges weights around optimizer steps; want optimizers=[...], all that "
@@ -104,6 +106,7 @@ class DataParallelSession:
         self.device = parameters[0][1].device
         parent = _require_group(process_group)
         algorithm.check(read_worker_env())
+        timeline.start_if_asked()
         self._buffers: list[torch.Tensor] = []
         if dist.get_world_size(parent) == 1:
             return
@@ -145,10 +148,13 @@ class DataParallelSession:
         if self._buffers and self._shares_buffers_before(syncing):
             self._broadcast(self._buffers)
         if torch.is_grad_enabled() and self._stepper is not None:
-            self._stepper.before_forward()
+            with timeline.span("start of the step", "weights"):
+                self._stepper.before_forward()
+        self._forward_start_ns = timeline.now_ns()
 
     def after_forward(self, output: Any) -> None:
         """Tell the engine whether the backward of this forward communicates."""
+        timeline.record_since(self._forward_start_ns, "forward", "compute")
         syncing = torch.is_grad_enabled() and self._sync_gradients
         if torch.is_grad_enabled():
             self._last_forward_synced = self._sync_gradients

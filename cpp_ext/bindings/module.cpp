@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings/backend.h"
+#include "bindings/timeline.h"
 #include "codec/codec.h"
 #include "engine/engine.h"
 #include "engine/errors.h"
@@ -208,6 +209,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindOperations(module);
   bindings::bindEngine(module);
   bindings::bindBackend(module);
+  bindings::bindTimeline(module);
   module.def(
       "broadcast_coalesced",
       [](const engine::Group& group, const std::vector<at::Tensor>& tensors, size_t bufferBytes) {

@@ -7,6 +7,7 @@
 
 #include "engine/errors.h"
 #include "engine/rail_exchange.h"
+#include "engine/ranges.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -33,12 +34,18 @@ class WholeReduce final : public HostOperation {
     options_.asyncOp = true;
   }
 
-  void begin(uint32_t /*round*/) override { work_ = group_->allreduce(tensors_, options_); }
+  void begin(uint32_t /*round*/) override {
+    markPosted();
+    work_ = group_->allreduce(tensors_, options_);
+  }
 
   void reduce() override {}
 
   void complete() override {
-    work_->wait();
+    {
+      const WireSpan span("all-reduce");
+      work_->wait();
+    }
     if (divisor_ != 1.0) {
       tensors_[0].div_(divisor_);
     }
@@ -79,7 +86,10 @@ class DirectReduce final : public HostOperation {
       }
       running_ = true;
     }
-    group_->allreduce(tensors_, options_)->wait();
+    {
+      const WireSpan span("all-reduce");
+      group_->allreduce(tensors_, options_)->wait();
+    }
     const std::scoped_lock lock(mutex_);
     running_ = false;
   }

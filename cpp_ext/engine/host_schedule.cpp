@@ -9,6 +9,7 @@
 
 #include "engine/errors.h"
 #include "engine/host_operation.h"
+#include "engine/ranges.h"
 #include "engine/schedule.h"
 
 namespace baguarun::engine {
@@ -83,16 +84,18 @@ class HostSchedule final : public Schedule {
     for (const Bucket& bucket : buckets) {
       operations_.push_back(makeHostOperation(group, bucket));
       labels_.push_back("bucket " + bucket.label);
+      tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
     }
     beginsAtOnce_ = std::ranges::all_of(operations_, &HostOperation::beginsAtOnce);
     // The last place belongs to the flags.
     operations_.emplace_back();
     labels_.emplace_back("agreement on used parameters");
+    tracks_.add(labels_.back(), 0, 0);
   }
 
   ~HostSchedule() override { fail("the engine is being destroyed"); }
 
-  void stored(size_t /*index*/) override {}
+  void stored(size_t index) override { tracks_.stored(index); }
 
   void launch(size_t index, uint32_t round) override {
     {
@@ -100,6 +103,7 @@ class HostSchedule final : public Schedule {
       round_ = round;
       ++launched_;
     }
+    tracks_.full(index, round);
     if (beginsAtOnce_) {
       runBegin(index);
     } else {
@@ -113,8 +117,13 @@ class HostSchedule final : public Schedule {
   }
 
   void finish() override {
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return completed_ == launched_; });
+    {
+      const Span span("wait for communication", "wait");
+      std::unique_lock lock(mutex_);
+      done_.wait(lock, [this] { return completed_ == launched_; });
+    }
+    tracks_.endRound();
+    const std::scoped_lock lock(mutex_);
     if (!failure_.empty()) {
       throw CommunicationFailure(failure_);
     }
@@ -135,17 +144,18 @@ class HostSchedule final : public Schedule {
       const std::scoped_lock lock(mutex_);
       round = round_;
     }
-    guarded(task, [&] { operations_[task]->begin(round); });
+    guarded(task, "begin", [&] { operations_[task]->begin(round); });
     reduce_.push(task);
   }
 
   void runReduce(size_t task) {
-    guarded(task, [&] { operations_[task]->reduce(); });
+    guarded(task, "reduce", [&] { operations_[task]->reduce(); });
     complete_.push(task);
   }
 
   void runComplete(size_t task) {
-    guarded(task, [&] { operations_[task]->complete(); });
+    guarded(task, "complete", [&] { operations_[task]->complete(); });
+    tracks_.final(task);
     {
       const std::scoped_lock lock(mutex_);
       ++completed_;
@@ -156,7 +166,7 @@ class HostSchedule final : public Schedule {
   // Runs a stage unless something failed before; the first failure is kept and ends the waits of the other
   // stages.
   template <typename Run>
-  void guarded(size_t task, const Run& run) {
+  void guarded(size_t task, const char* stage, const Run& run) {
     {
       const std::scoped_lock lock(mutex_);
       if (!failure_.empty()) {
@@ -164,6 +174,7 @@ class HostSchedule final : public Schedule {
       }
     }
     try {
+      const StageSpan span(tracks_[task], stage);
       run();
     } catch (const std::exception& error) {
       fail(labels_[task] + ": " + textOf(error));
@@ -188,6 +199,7 @@ class HostSchedule final : public Schedule {
   const Group group_;
   std::vector<std::unique_ptr<HostOperation>> operations_;
   std::vector<std::string> labels_;
+  BucketTracks tracks_;
   std::mutex mutex_;
   std::condition_variable done_;
   uint32_t round_;

@@ -13,6 +13,7 @@
 #include "engine/errors.h"
 #include "engine/host_operation.h"
 #include "engine/plan.h"
+#include "engine/ranges.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -71,6 +72,7 @@ class PeerExchange final : public HostOperation {
       scatterReceives_.wait(i, "receiving the contribution of");
     }
     if (layout_.numElements(rank_) > 0) {
+      const Span span("reduce and encode", "codec", chunkElementBytes(rank_));
       codec::reduceEncode(kHost, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
                           chunks_[rank_].data_ptr());
     }
@@ -118,6 +120,11 @@ class PeerExchange final : public HostOperation {
     return plain_ ? numElements * elementSize_ : codec::encodedBytes(wire_, numElements);
   }
 
+  // Of the gradients in a chunk.
+  int64_t chunkElementBytes(size_t rank) const {
+    return static_cast<int64_t>(layout_.numElements(rank) * elementSize_);
+  }
+
   void allocate() {
     const auto bytes = at::TensorOptions().dtype(at::kByte);
     const at::Tensor flatBytes = plain_ ? flat_.view(at::kByte) : at::Tensor();
@@ -139,6 +146,7 @@ class PeerExchange final : public HostOperation {
       return;
     }
     std::vector<at::Tensor> tensors{chunk};
+    markPosted();
     transfers.start("sending to", peer,
                     [&] { return group_->send(tensors, ranks_[peer], messageTag(round_, bucket_, stage)); });
   }
@@ -172,12 +180,14 @@ class PeerExchange final : public HostOperation {
 
   void encodeChunk(size_t rank) {
     if (!plain_ && layout_.numElements(rank) > 0) {
+      const Span span("encode", "codec", chunkElementBytes(rank));
       codec::encode(kHost, wire_, dtype_, place(rank), layout_.numElements(rank), chunks_[rank].data_ptr());
     }
   }
 
   void decodeChunk(size_t rank) {
     if (!plain_ && layout_.numElements(rank) > 0) {
+      const Span span("decode", "codec", chunkElementBytes(rank));
       codec::decode(kHost, wire_, dtype_, chunks_[rank].data_ptr(), layout_.numElements(rank), place(rank));
     }
   }

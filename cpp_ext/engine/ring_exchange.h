@@ -13,6 +13,7 @@
 #include "engine/errors.h"
 #include "engine/host_operation.h"
 #include "engine/plan.h"
+#include "engine/ranges.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -143,6 +144,7 @@ class RingExchange final : public HostOperation {
   void add(size_t step, size_t first, size_t count, size_t position, float scale) {
     scatterReceives_.wait(position, "receiving a partial sum from");
     const std::array<const void*, 2> sources{scratch(step, first), place(first)};
+    const Span span("add", "codec", static_cast<int64_t>(count * sizeof(float)));
     codec::reduceEncode({codec::Device::cpu, nullptr}, codec::Wire::f32, sources.data(), sources.size(),
                         scale, count, place(first));
   }
@@ -155,6 +157,7 @@ class RingExchange final : public HostOperation {
   void send(size_t first, size_t count, Stage stage) {
     const size_t next = (rank_ + 1) % size_;
     std::vector<at::Tensor> tensors{bytesAt(place(first), count)};
+    markPosted();
     sends_.add(group_->send(tensors, ranks_[next], messageTag(round_, bucket_, stage)), next);
   }
 

@@ -7,6 +7,7 @@
 
 #include "engine/errors.h"
 #include "engine/plan.h"
+#include "engine/ranges.h"
 #include "engine/schedule.h"
 
 namespace baguarun::engine {
@@ -257,12 +258,16 @@ class StreamSchedule final : public Schedule {
     for (const Bucket& bucket : buckets) {
       operations_.push_back(makeStreamOperation(group, bucket));
       labels_.push_back("bucket " + bucket.label);
+      tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
     }
+    // The last place belongs to the flags.
+    tracks_.add("agreement on used parameters", 0, 0);
     // The buffers made above were filled on the current stream.
     follow(impl_.getStream(device_));
   }
 
   void stored(size_t index) override {
+    tracks_.stored(index);
     std::vector<c10::Stream>& writers = writers_[index];
     const c10::Stream current = impl_.getStream(device_);
     if (std::find(writers.begin(), writers.end(), current) == writers.end()) {
@@ -270,21 +275,24 @@ class StreamSchedule final : public Schedule {
     }
   }
 
-  void launch(size_t index, uint32_t /*round*/) override {
+  void launch(size_t index, uint32_t round) override {
+    tracks_.full(index, round);
     for (const c10::Stream writer : writers_[index]) {
       follow(writer);
     }
     writers_[index].clear();
-    run(labels_[index], *operations_[index]);
+    run(index, labels_[index], *operations_[index]);
   }
 
-  void launchFlags(const at::Tensor& flags, uint32_t /*round*/) override {
+  void launchFlags(const at::Tensor& flags, uint32_t round) override {
+    tracks_.full(operations_.size(), round);
     StreamReduce reduce(group_, flags, c10d::ReduceOp::MAX);
     follow(impl_.getStream(device_));
-    run("agreement on used parameters", reduce);
+    run(operations_.size(), "agreement on used parameters", reduce);
   }
 
   void finish() override {
+    tracks_.endRound();
     finished_.record(stream_);
     finished_.block(impl_.getStream(device_));
     if (!failure_.empty()) {
@@ -307,16 +315,19 @@ class StreamSchedule final : public Schedule {
     ready_.block(stream_);
   }
 
-  void run(const std::string& label, StreamOperation& operation) {
+  void run(size_t index, const std::string& label, StreamOperation& operation) {
     if (!failure_.empty()) {
       return;
     }
     const StreamScope scope(impl_, stream_);
     try {
+      // The host's part. When the device is at it, torch.profiler shows below this span.
+      const StageSpan span(tracks_[index], "enqueue");
       operation.enqueue(stream_);
     } catch (const std::exception& error) {
       failure_ = label + ": " + error.what();
     }
+    tracks_.final(index);
   }
 
   const Group group_;
@@ -327,6 +338,7 @@ class StreamSchedule final : public Schedule {
   c10::Event finished_;
   std::vector<std::unique_ptr<StreamOperation>> operations_;
   std::vector<std::string> labels_;
+  BucketTracks tracks_;
   // Per bucket: the streams that wrote gradients into it in this round.
   std::vector<std::vector<c10::Stream>> writers_;
   std::string failure_;

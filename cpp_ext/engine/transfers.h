@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/errors.h"
+#include "engine/ranges.h"
 
 namespace baguarun::engine {
 
@@ -79,6 +80,7 @@ class Transfers {
     }
     bool completed = false;
     try {
+      const WireSpan span(verb, static_cast<int64_t>(entry.peer));
       completed = entry.work->wait();
     } catch (const std::exception& error) {
       throw CommunicationFailure(failed(verb, entry.peer) + textOf(error));

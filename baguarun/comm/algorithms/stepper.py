@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baguarun.comm import timeline
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
@@ -95,6 +96,11 @@ class PendingReduction:
         self._tensors = list(tensors)
         self._divisor = 1 if least else dist.get_world_size(group)
         self._waited = False
+        self._flight = timeline.flight(
+            "agreement" if least else "average of weights",
+            "wire",
+            sum(tensor.nbytes for tensor in self._tensors),
+        )
         kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
         self._works: list[dist.Work] = _call(
             lambda: [dist.all_reduce(tensor, kind, group=group, async_op=True) for tensor in self._tensors]
@@ -102,13 +108,18 @@ class PendingReduction:
 
     def is_done(self) -> bool:
         """Whether `wait` returns at once. Does not block."""
-        return all(_call(work.is_completed) for work in self._works)
+        done = all(_call(work.is_completed) for work in self._works)
+        if done:
+            self._flight.end()
+        return done
 
     def wait(self) -> list[torch.Tensor]:
         """The results: on CPU they are there, on an accelerator its current stream waits for them."""
         if not self._waited:
-            for work in self._works:
-                _call(work.wait)
+            with timeline.span("wait for weights", "wait"):
+                for work in self._works:
+                    _call(work.wait)
+            self._flight.end()
             if self._divisor > 1:
                 torch._foreach_div_(self._tensors, self._divisor)
             self._waited = True
@@ -128,6 +139,8 @@ class PendingExchange:
         from_rank: int,
     ) -> None:
         self._received = list(received)
+        sent_bytes = sum(tensor.nbytes for tensor in sent)
+        self._flight = timeline.flight("exchange of weights", "wire", sent_bytes)
         operations = []
         for mine, other in zip(sent, self._received, strict=True):
             operations.append(dist.P2POp(dist.isend, mine, group=group, group_peer=to_rank))
@@ -136,8 +149,10 @@ class PendingExchange:
 
     def wait(self) -> list[torch.Tensor]:
         """What was received; what was sent may be changed again."""
-        for work in self._works:
-            _call(work.wait)
+        with timeline.span("wait for weights", "wait"):
+            for work in self._works:
+                _call(work.wait)
+        self._flight.end()
         return self._received
 
 
