@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baguarun.cli.console import show
 from baguarun.errors import UsageError
-from baguarun.launcher import bagua_net
+from baguarun.launcher import bagua_net, timeline
 from baguarun.launcher.command import check_command
 from baguarun.launcher.options import GROUPS, Option, listed
 from baguarun.launcher.rendezvous import Static, choose_rendezvous, no_effect_notices
@@ -41,6 +41,7 @@ def check(request: RunRequest) -> list[str]:
     try:
         rendezvous = choose_rendezvous(settings)
         check_command(settings)
+        timeline.check(settings)
         net_notices = bagua_net.check(settings, without_store=isinstance(rendezvous, Static))
     except UsageError as error:
         raise UsageError(with_sources(str(error), request.given)) from error

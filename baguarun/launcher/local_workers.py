@@ -13,6 +13,7 @@ from baguarun.launcher.command import worker_argv
 from baguarun.launcher.keeper import Keeper
 from baguarun.launcher.logs import Logs
 from baguarun.launcher.settings import RunSettings
+from baguarun.launcher.timeline import TimelineMerge
 from baguarun.launcher.workers import GroupResult, WorkerCommand, WorkerGroup
 
 _AGENT_ONLY = ("BAGUARUN_STORE_PASSWORD", "BAGUARUN_STORE")
@@ -32,6 +33,7 @@ class LocalWorkers:
         self._group: WorkerGroup | None = None
         self._starting = asyncio.Lock()
         self._errors = ScratchFolder("baguarun-errors-")
+        self._timeline = TimelineMerge(settings)
 
     @property
     def running(self) -> bool:
@@ -76,6 +78,8 @@ class LocalWorkers:
 
     def close(self) -> None:
         self._errors.remove()
+        for line in self._timeline.finish():
+            self._logs.say(f"baguarun: {line}")
 
     def _command(self, world: World, local_rank: int) -> WorkerCommand:
         settings, bound = self._settings, self._binding.workers[local_rank]
@@ -87,8 +91,10 @@ class LocalWorkers:
             role=settings.role,
             error_file=error_file,
             algorithm=settings.algorithm,
+            timeline=self._timeline.path,
             extra={**bound.env, **worker_environ(settings, world.net_secret)},
         )
+        self._timeline.expect(env)
         inherited = {name: value for name, value in settings.environ.items() if name not in _AGENT_ONLY}
         return WorkerCommand(
             local_rank=local_rank,

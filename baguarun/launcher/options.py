@@ -245,6 +245,12 @@ OPTIONS: tuple[Option, ...] = (
         help="serve Prometheus metrics on 127.0.0.1 (0: a free port, printed)",
     ),
     Option(
+        name="timeline",
+        metavar="FILE",
+        group=OUTPUT,
+        help="record compute, codecs and messages of every bucket, for ui.perfetto.dev",
+    ),
+    Option(
         name="monitor-interval",
         metavar="SECONDS",
         group=TORCHRUN,
@@ -312,12 +318,6 @@ OPTIONS: tuple[Option, ...] = (
         name="spares",
         metavar="N",
         group=ELASTIC,
-        refusal="not yet",
-    ),
-    Option(
-        name="timeline",
-        metavar="FILE",
-        group=OUTPUT,
         refusal="not yet",
     ),
 )

@@ -131,6 +131,8 @@ class RunSettings:
     """Local ranks shown on the console, joined by commas; empty shows all. Files are not affected."""
     metrics_port: int | None = None
     """Port of the Prometheus endpoint, 0 for any; None serves none."""
+    timeline: str | None = None
+    """File for what the workers' engines did when; None records nothing."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The agent's environment, which the workers inherit."""
@@ -325,6 +327,7 @@ _TEXTS = (
     "tee",
     "redirects",
     "local-ranks-filter",
+    "timeline",
 )
 _NUMBERS = ("master-port", "node-rank", "max-restarts", "metrics-port")
 _SECONDS = ("detect-timeout", "join-timeout", "shutdown-timeout")

@@ -17,6 +17,7 @@ DOCS = [
     "docs/architecture.md",
     "docs/bagua.md",
     "docs/jobs.md",
+    "docs/timeline.md",
     "docs/transport.md",
     "docs/troubleshooting.md",
 ]

@@ -65,6 +65,7 @@ EFFECTS: list[tuple[list[str], dict[str, Any]]] = [
     (["-r", "2"], {"redirects": "2"}),
     (["--local-ranks-filter", "0,2"], {"local_ranks_filter": "0,2"}),
     (["--metrics-port", "0"], {"metrics_port": 0}),
+    (["--timeline", "t.json"], {"timeline": "t.json"}),
 ]
 
 
@@ -160,7 +161,6 @@ REFUSED = [
     (["--no-python", "-m"], r"--no-python, --module: want one of them"),
     (["--no-python", "--run-path"], r"--no-python, --run-path: want one of them"),
     (["--spares", "1"], r"^--spares: not yet$"),
-    (["--timeline", "f"], r"^--timeline: not yet$"),
     (["--virtual-local-rank"], r"--virtual-local-rank: not here: .*LOCAL_RANK"),
     (["--event-log-handler", "db"], r"--event-log-handler: not here"),
     (["--logs-specs", "mine"], r"--logs-specs: not here: use --log-dir"),
