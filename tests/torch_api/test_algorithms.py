@@ -18,7 +18,7 @@ from tests.comm.ranks import run_ranks
 
 
 def test_an_algorithm_is_made_from_its_name_and_bagua_s_arguments() -> None:
-    assert Algorithm.init("bytegrad", average=False) == ByteGrad(average=False)
+    assert Algorithm.init("bytegrad", average=False) == ByteGrad(hierarchical=True, average=False)
     assert Algorithm.init("gradient_allreduce", hierarchical=False) == GradientAllReduce()
     assert isinstance(bagua.algorithms.bytegrad.ByteGradAlgorithm(), Algorithm)
     assert not isinstance("bytegrad", Algorithm)
