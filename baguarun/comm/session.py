@@ -127,7 +127,7 @@ class DataParallelSession:
             self._broadcast([_real_view(buffer) for buffer in module.buffers()])
             _broadcast_optimizer_state(optimizers, self._group)
         if algorithm.exchanges_weights:
-            context = StepContext(weights=FlatWeights(parameters), group=self._group)
+            context = StepContext(weights=FlatWeights(parameters), group=self._group, rails=self._rails)
             self._stepper = algorithm.make_stepper(context)
             self._boundary = StepBoundary(self._stepper, optimizers)
         if exchanged:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
-from baguarun.comm.algorithms.stepper import PendingReduction, StepContext, Stepper, require_range
+from baguarun.comm.algorithms.stepper import Pending, PendingReduction, StepContext, Stepper, require_range
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 
 _SLACK = 1.5
 """Rounds start this many times the length of a round apart, so that a late one seldom holds up a step."""
@@ -40,11 +41,17 @@ class AsyncModelAverage(Algorithm):
     """Steps at the start in which gradients are averaged instead."""
     max_staleness_steps: int = 100
     """No average is applied more steps than this after its snapshot: then ranks wait for it."""
+    hierarchical: Hierarchical = "auto"
+    """Average inside the node before anything leaves it. baguanet does so whatever is asked."""
 
     def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
         require_range(self.name, "sync_interval_ms", self.sync_interval_ms, 0)
         require_range(self.name, "warmup_steps", self.warmup_steps, 0)
         require_range(self.name, "max_staleness_steps", self.max_staleness_steps, 1)
+
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
         return full_precision(dtype, device, average=True) if self.warmup_steps > 0 else None
@@ -62,7 +69,7 @@ def choose_period(interval_s: float, round_s: float, step_s: float, max_steps: i
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    average: PendingReduction
+    average: Pending
     period_vote: PendingReduction
     started_at: float
 

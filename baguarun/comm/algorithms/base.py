@@ -12,7 +12,6 @@ import torch
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.rails import Hierarchical
 from baguarun.contract import WorkerEnv
-from baguarun.errors import UsageError
 
 
 class OperationKind(enum.Enum):
@@ -87,12 +86,3 @@ def full_precision(dtype: torch.dtype, device: torch.device, average: bool) -> O
     if wire is None or device.type != "cpu":
         return Operation(kind=OperationKind.ALL_REDUCE, average=average)
     return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=wire, average=average)
-
-
-def refuse_hierarchical(algorithm: str, hierarchical: bool | None, env: WorkerEnv) -> None:
-    """Raise `UsageError` where an exchange between nodes only would differ from one among all ranks."""
-    if hierarchical and env.num_nodes > 1 and env.local_world_size > 1:
-        raise UsageError(
-            f"{algorithm}: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} workers "
-            "is not there yet; want hierarchical=None (one flat exchange) or one worker per node"
-        )

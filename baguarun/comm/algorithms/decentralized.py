@@ -8,15 +8,16 @@ from typing import ClassVar
 
 import torch
 
-from baguarun.comm.algorithms.base import Algorithm, Operation, refuse_hierarchical
+from baguarun.comm.algorithms.base import Algorithm, Operation
 from baguarun.comm.algorithms.stepper import (
+    Pending,
     PendingExchange,
-    PendingReduction,
     StepContext,
     Stepper,
     require_range,
 )
-from baguarun.contract import WorkerEnv
+from baguarun.comm.rail_exchanger import RailExchanger
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
 
@@ -54,8 +55,9 @@ class Decentralized(Algorithm):
     """all, shift_one or exponential."""
     communication_interval: int = 1
     """Exchange in every so manyth step, the first one included."""
-    hierarchical: bool | None = None
-    """Exchange between nodes only. None: whatever this version does best, at present among all ranks."""
+    hierarchical: Hierarchical = "auto"
+    """Nodes are the peers: the average of a node's ranks meets other nodes' averages, and all ranks of a node
+    get the same weights. "auto": where several nodes have several workers."""
 
     def __post_init__(self) -> None:
         modes = [mode.value for mode in PeerSelection]
@@ -65,13 +67,14 @@ class Decentralized(Algorithm):
                 f"want one of {', '.join(modes)}"
             )
         require_range(self.name, "communication_interval", self.communication_interval, 1)
+        require_hierarchical(self.name, self.hierarchical)
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
         del dtype, device
         return None
 
-    def check(self, env: WorkerEnv) -> None:
-        refuse_hierarchical(self.name, self.hierarchical, env)
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def make_stepper(self, context: StepContext) -> Stepper:
         return _Mixer(context, self)
@@ -104,7 +107,7 @@ class _Mixer(Stepper):
         self._mode = PeerSelection(settings.peer_selection_mode)
         self._interval = settings.communication_interval
         self._started = False
-        self._pending: PendingReduction | PendingExchange | None = None
+        self._pending: Pending | PendingExchange | None = None
         # Where others' weights come in: one copy of the model.
         self._incoming = [torch.empty_like(buffer) for buffer in context.weights.buffers]
 
@@ -119,7 +122,7 @@ class _Mixer(Stepper):
             return
         received = self._pending.wait()
         for mine, other in zip(self.context.weights.buffers, received, strict=True):
-            if self._mode is PeerSelection.ALL:
+            if self._mode is PeerSelection.ALL or self.rails is not None:
                 mine.copy_(other)
             else:
                 mine.add_(other).div_(2)
@@ -129,11 +132,14 @@ class _Mixer(Stepper):
         self.steps += 1
         self._started = False
 
-    def _start(self, exchange: int) -> PendingReduction | PendingExchange | None:
+    def _start(self, exchange: int) -> Pending | PendingExchange | None:
         mine = self.context.weights.buffers
         if self._mode is PeerSelection.ALL:
             torch._foreach_copy_(self._incoming, mine)
             return self.average(self._incoming)
+        if self.rails is not None:
+            torch._foreach_copy_(self._incoming, mine)
+            return self._start_between_nodes(self.rails, exchange)
         peers = choose_peers(self._mode, exchange, self.context.rank, self.context.world_size)
         if peers is None:
             return None
@@ -143,3 +149,11 @@ class _Mixer(Stepper):
         return PendingExchange(
             mine, self._incoming, self.context.group, to_rank=peers.to_rank, from_rank=peers.from_rank
         )
+
+    def _start_between_nodes(self, rails: RailExchanger, exchange: int) -> Pending:
+        peers = choose_peers(self._mode, exchange, rails.node_index, rails.num_nodes)
+        self.rounds += 1
+        self.bytes_sent += rails.bytes_per_exchange(self._incoming, sends=peers is not None)
+        if peers is None:
+            return rails.average_with(self._incoming, None, None)
+        return rails.average_with(self._incoming, peers.to_rank, peers.from_rank)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation
-from baguarun.comm.algorithms.stepper import PendingReduction, StepContext, Stepper, require_range
+from baguarun.comm.algorithms.stepper import Pending, StepContext, Stepper, require_range
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16}
@@ -43,8 +44,11 @@ class DiLoCo(Algorithm):
     keep_local: float = 0.0
     """How much of the local weights stays when an outer step is applied: 0 none, as in DiLoCo. Anything
     above 0 leaves replicas different."""
+    hierarchical: Hierarchical = "auto"
+    """Average inside the node before anything leaves it. baguanet does so whatever is asked."""
 
     def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
         require_range(self.name, "local_steps", self.local_steps, 1)
         require_range(self.name, "outer_lr", self.outer_lr, 0)
         require_range(self.name, "outer_momentum", self.outer_momentum, 0, 1)
@@ -58,6 +62,9 @@ class DiLoCo(Algorithm):
                 f"diloco: fragments={self.fragments} does not divide local_steps={self.local_steps}; "
                 "want one that does"
             )
+
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
         del dtype, device
@@ -75,14 +82,16 @@ class _Fragment:
         self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
         self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
         # The average change: a handle while it is under way, tensors after a resume.
-        self.pending: PendingReduction | list[torch.Tensor] | None = None
+        self.pending: Pending | list[torch.Tensor] | None = None
 
     def change(self, wire: torch.dtype | None) -> list[torch.Tensor]:
         changes = [outer - local for outer, local in zip(self.outer, self.local, strict=True)]
         return changes if wire is None else [change.to(wire) for change in changes]
 
     def average_change(self) -> list[torch.Tensor] | None:
-        return self.pending.wait() if isinstance(self.pending, PendingReduction) else self.pending
+        if self.pending is None or isinstance(self.pending, list):
+            return self.pending
+        return self.pending.wait()
 
     def apply(self, settings: DiLoCo) -> None:
         averages = self.average_change()

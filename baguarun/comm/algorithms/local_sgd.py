@@ -9,6 +9,7 @@ import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
 from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,16 @@ class LocalSGD(Algorithm):
     """Steps from one average to the next."""
     warmup_steps: int = 0
     """Steps at the start in which gradients are averaged instead."""
+    hierarchical: Hierarchical = "auto"
+    """Average inside the node before anything leaves it. baguanet does so whatever is asked."""
 
     def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
         require_range(self.name, "local_steps", self.local_steps, 1)
         require_range(self.name, "warmup_steps", self.warmup_steps, 0)
+
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
         return full_precision(dtype, device, average=True) if self.warmup_steps > 0 else None

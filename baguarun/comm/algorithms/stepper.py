@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from baguarun.comm import timeline
+from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.rail_exchanger import RailExchanger
+from baguarun.comm.rail_groups import RailGroups
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
@@ -23,6 +26,8 @@ class StepContext:
     """All trainable parameters, equal on all ranks at the start."""
     group: dist.ProcessGroup
     """The engine's group: at least two ranks."""
+    rails: RailGroups | None = None
+    """Where exchanges go by rail, what that needs."""
 
     @property
     def rank(self) -> int:
@@ -44,6 +49,8 @@ class Stepper(ABC):
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
+        self.rails = None if context.rails is None else RailExchanger(context.rails)
+        """Exchanges by rail; None: all go among all ranks."""
         self.steps = 0
         """Steps ended since the start of training, resumed ones included."""
         self.rounds = 0
@@ -79,12 +86,26 @@ class Stepper(ABC):
         """Go on from there; the weights are restored by the caller, before."""
         self.steps = int(state["steps"])
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> PendingReduction:
+    def average(self, tensors: Sequence[torch.Tensor]) -> Pending:
         """Start to replace `tensors` by their averages over the ranks."""
         world_size = self.context.world_size
         self.rounds += 1
+        # The all-reduce of baguanet goes by rail of itself.
+        if self.rails is not None and dist.get_backend(self.context.group) != BAGUANET:
+            self.bytes_sent += self.rails.bytes_per_average(tensors)
+            return self.rails.average(tensors)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
         return PendingReduction(tensors, self.context.group)
+
+
+class Pending(Protocol):
+    """Tensors on the way to what others make of them; do not touch them until `wait`."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not block."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results. Raises `CommunicationError`."""
 
 
 class PendingReduction:

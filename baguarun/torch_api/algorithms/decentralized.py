@@ -8,15 +8,13 @@ __all__ = ["DecentralizedAlgorithm"]
 
 
 def DecentralizedAlgorithm(
-    hierarchical: bool | None = None,
+    hierarchical: bool = True,
     peer_selection_mode: str = "all",
     communication_interval: int = 1,
 ) -> Decentralized:
-    """Averages weights with other ranks during backward.
+    """Averages weights with other ranks during backward; with `hierarchical` nodes are the peers.
 
-    Bagua's default is `hierarchical=True`; here it is None, an exchange among all ranks for the time being.
-    Asking for True on several nodes with several workers each is refused at construction until it is there.
-    `shift_one` takes odd numbers of ranks too, and there is a third mode, `exponential`.
+    `shift_one` takes odd numbers of peers too, and there is a third mode, `exponential`.
     """
     return Decentralized(
         hierarchical=hierarchical,

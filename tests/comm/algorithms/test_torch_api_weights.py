@@ -29,7 +29,7 @@ def defaults(function: object) -> dict[str, object]:
 
 def test_arguments_have_baguas_names_order_and_defaults() -> None:
     assert list(defaults(decentralized.DecentralizedAlgorithm).items()) == [
-        ("hierarchical", None),
+        ("hierarchical", True),
         ("peer_selection_mode", "all"),
         ("communication_interval", 1),
     ]

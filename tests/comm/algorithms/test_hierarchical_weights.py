@@ -1,0 +1,156 @@
+"""Algorithms that exchange weights, by rail among nodes that are simulated on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, Decentralized, DiLoCo, LocalSGD
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import CommunicationError, UsageError
+from tests.comm.algorithms.simulation import (
+    assert_same_training,
+    run_for_tensors,
+    simulate,
+    train_each,
+)
+from tests.comm.algorithms.test_decentralized import MODES, mixing_matrix
+from tests.comm.nodes import live_on_nodes
+from tests.comm.ranks import run_ranks, run_ranks_to_the_end
+
+STEPS = 5
+
+
+def train_on_nodes(sizes: Sequence[int], algorithms: Sequence[Algorithm], steps: int) -> list[torch.Tensor]:
+    live_on_nodes(sizes)
+    return train_each(algorithms, steps)
+
+
+def node_mixing(mode: str, exchange: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Row r: how much of each rank's weights rank r has after nodes have exchanged their averages."""
+    world_size, num_nodes = sum(sizes), len(sizes)
+    if mode == "all":
+        return mixing_matrix(mode, exchange, world_size)
+    node_of = torch.repeat_interleave(torch.arange(num_nodes), torch.tensor(sizes))
+    belongs = torch.nn.functional.one_hot(node_of).double()
+    averages = belongs.T / torch.tensor(sizes).double().unsqueeze(1)
+    return belongs @ mixing_matrix(mode, exchange, num_nodes) @ averages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend"), [((2, 2), "gloo"), ((2, 1), "baguanet"), ((1, 2, 1), "gloo"), ((2, 2), "baguanet")]
+)
+def test_nodes_are_the_peers_and_ranks_of_a_node_share_weights(sizes: tuple[int, ...], backend: str) -> None:
+    algorithms = [Decentralized(peer_selection_mode=mode, hierarchical=True) for mode in MODES]
+    algorithms.append(
+        Decentralized(peer_selection_mode="shift_one", hierarchical=True, communication_interval=2)
+    )
+    found = run_for_tensors(train_on_nodes, sum(sizes), sizes, algorithms, STEPS, backend=backend)
+    for index, algorithm in enumerate(algorithms):
+
+        def mix(step: int, weights: torch.Tensor, algorithm: Decentralized = algorithm) -> torch.Tensor:
+            interval = algorithm.communication_interval
+            if step % interval != 0:
+                return weights
+            return node_mixing(algorithm.peer_selection_mode, step // interval, sizes) @ weights
+
+        expected = simulate(sum(sizes), STEPS, before_step=mix)
+        assert_same_training([each[index] for each in found], expected)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)])
+def test_averages_of_weights_by_rail_are_those_of_all_ranks(sizes: tuple[int, ...]) -> None:
+    algorithms: list[Algorithm] = [
+        LocalSGD(local_steps=2, warmup_steps=1, hierarchical=True),
+        # An outer step of one along the average change is an average of the weights.
+        DiLoCo(local_steps=2, outer_lr=1, outer_momentum=0, hierarchical=True),
+    ]
+    found = run_for_tensors(train_on_nodes, sum(sizes), sizes, algorithms, STEPS, backend="gloo")
+    for index, warmup_steps in enumerate((1, 0)):
+
+        def mix(step: int, weights: torch.Tensor, warmup_steps: int = warmup_steps) -> torch.Tensor:
+            ended = step + 1 - warmup_steps
+            return weights.mean(0).expand_as(weights) if ended > 0 and ended % 2 == 0 else weights
+
+        expected = simulate(sum(sizes), STEPS, after_step=mix, warmup_steps=warmup_steps)
+        assert_same_training([each[index] for each in found], expected)
+
+
+def drift_together() -> float:
+    live_on_nodes((2, 2))
+    net = torch.nn.Linear(50, 50, bias=False)
+    torch.nn.init.constant_(net.weight, float(dist.get_rank()))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    algorithm = AsyncModelAverage(sync_interval_ms=0, max_staleness_steps=1)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm, init_sync=False)
+    for _ in range(4):
+        model(torch.ones(1, 50)).sum().backward()
+        optimizer.step()
+    stepper = model._session.stepper
+    assert stepper is not None and stepper.rails is not None
+    stepper.pause()  # type: ignore[attr-defined]
+    return net.weight.mean().item()
+
+
+def test_rounds_in_the_background_go_by_rail_too() -> None:
+    assert run_ranks(drift_together, 4, backend="gloo") == pytest.approx([1.5] * 4)
+
+
+def bytes_of_one_exchange(sizes: Sequence[int], mode: str) -> int:
+    live_on_nodes(sizes)
+    net = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    algorithm = Decentralized(peer_selection_mode=mode, hierarchical=True)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    return model.stats().bytes_sent
+
+
+def test_bytes_of_all_levels_are_counted() -> None:
+    size = 4 * 64 * 64
+    # Half to the owner in the node, half back, half to the other node.
+    found = run_ranks(bytes_of_one_exchange, 4, (2, 2), "shift_one", backend="gloo")
+    assert found == [3 * size // 2] * 4
+    # The leader gives all of it to its node and to the other node; who owns nothing gives to the leader.
+    assert run_ranks(bytes_of_one_exchange, 3, (2, 1), "all", backend="gloo") == [2 * size, size, size]
+
+
+def exchange_until_a_peer_dies(victim: int) -> str:
+    live_on_nodes((2, 2))
+    net = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    algorithm = Decentralized(peer_selection_mode="shift_one", hierarchical=True)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
+    for step in range(5):
+        if step == 3 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        except CommunicationError as error:
+            return str(error)
+    raise AssertionError("the loss of a peer went unnoticed")
+
+
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_a_killed_peer_is_an_error_on_every_survivor(backend: str) -> None:
+    outcomes = run_ranks_to_the_end(
+        exchange_until_a_peer_dies, 4, 2, timeout=timedelta(seconds=20), backend=backend
+    )
+    assert outcomes[2].died
+    for rank in (0, 1, 3):
+        assert outcomes[rank].error is None, outcomes[rank].traceback
+        assert "between nodes failed" in outcomes[rank].value
+
+
+@pytest.mark.parametrize("kind", [Decentralized, LocalSGD, DiLoCo, AsyncModelAverage])
+def test_what_is_neither_a_bool_nor_auto_is_refused_with_the_choice(kind: type) -> None:
+    with pytest.raises(UsageError, match="hierarchical=None; want True, False or 'auto'"):
+        kind(hierarchical=None)
