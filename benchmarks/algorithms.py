@@ -24,6 +24,17 @@ _OURS = (
     "diloco",
     "async_model_average",
 )
+_BY_RAIL = (
+    "gradient_allreduce@gloo",
+    "gradient_allreduce+rail@gloo",
+    "bytegrad+flat",
+    "bytegrad@gloo",
+    "bytegrad+flat@gloo",
+    "decentralized+flat",
+    "local_sgd@gloo",
+    "local_sgd+flat@gloo",
+)
+"""Where a host has several ranks: with and without the hierarchy, which most have by default."""
 _RATES = {"unlimited": None, "1000": 1000.0, "100": 100.0}
 _SAMPLES_PER_RANK = 32
 
@@ -88,6 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--rates", default=",".join(_RATES), help="Mbit/s (default %(default)s)")
     options.add_argument("--delays-ms", default="0,5", help="one way (default %(default)s)")
     options.add_argument("--cases", default=",".join((*_PEERS, *_OURS)), help="contestants besides ddp")
+    options.add_argument(
+        "--rail-cases", default=",".join(_BY_RAIL), help="further ones where hosts have several ranks"
+    )
     options.add_argument("--rounds", type=int, default=None, help="pairs per network (default 5, quick 2)")
     args = options.parse_args(argv)
     turns = Turns(
@@ -107,7 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         [float(word) for word in args.delays_ms.split(",")],
     )
     for network in places:
-        contest = Contest(network, "mlp", ("ddp", "alone", *args.cases.split(",")))
+        cases = dict.fromkeys(("ddp", "alone", *args.cases.split(",")))
+        if network.hosts < RANKS:
+            cases |= dict.fromkeys(args.rail_cases.split(","))
+        contest = Contest(network, "mlp", tuple(cases))
         blocks = run_contest(contest, turns)
         report.raw[network.name] = blocks
         for row in rows(contest, blocks):

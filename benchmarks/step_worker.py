@@ -1,7 +1,8 @@
 """One rank of the step benchmark: all contestants live in the same processes and take turns.
 
 A case is `ddp`, `ddp_fp16` or `ddp_powersgd`, all on Gloo; `alone`, which communicates nothing; or one of
-baguarun's algorithms: on its own transport, or, with `@gloo` behind the name, on Gloo. Started by
+baguarun's algorithms: on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or
+`+flat` before that, by rail between nodes or not, whatever its default. Started by
 `benchmarks/step.py` with torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
 """
 
@@ -14,8 +15,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +26,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import baguarun
-from baguarun.comm.algorithms import ALGORITHMS
+from baguarun.comm.algorithms import ALGORITHMS, resolve
 from benchmarks.harness import rotated
 
+_HIERARCHICAL = {"rail": True, "flat": False}
 _WARM_UP_STEPS = 3
 # The first step of a turn finds connections that were idle while others had theirs; training does not.
 _LEAST_STEPS = 3
@@ -76,7 +79,10 @@ def wrap(
         return wrapped, optimizer
     if case == "alone":
         return model, optimizer
-    algorithm, _, transport = case.partition("@")
+    name, _, transport = case.partition("@")
+    algorithm: Any = resolve(name.partition("+")[0])
+    if "+" in name:
+        algorithm = replace(algorithm, hierarchical=_HIERARCHICAL[name.partition("+")[2]])
     return baguarun.DistributedDataParallel(
         model,
         optimizers=[optimizer],
@@ -102,7 +108,7 @@ def stepper(case: str, model_name: str, gloo: dist.ProcessGroup) -> Callable[[],
 
 def period(case: str) -> int:
     """Steps after which what a case does repeats."""
-    kind = ALGORITHMS.get(case.partition("@")[0])
+    kind = ALGORITHMS.get(case.partition("@")[0].partition("+")[0])
     return int(getattr(kind, "local_steps", 1))
 
 
