@@ -109,7 +109,7 @@ class DistributedDataParallel(nn.Module):
         """What a checkpoint must keep of the algorithm (DiLoCo's outer weights, counts of steps).
 
         Empty for those that have nothing to keep. Take it after optimizer.step(); the tensors are copies. It
-        is the same on all ranks.
+        is the same on all ranks but for async_model_average's, which goes with the rank's own weights.
         """
         return self._session.algorithm_state_dict()
 

@@ -16,6 +16,7 @@ import torch
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
 from baguarun.comm.algorithms.stepper import Pending, PendingReduction, StepContext, Stepper, require_range
 from baguarun.comm.rails import Hierarchical, require_hierarchical
+from baguarun.errors import UsageError
 
 _SLACK = 1.5
 """Rounds start this many times the length of a round apart, so that a late one seldom holds up a step."""
@@ -85,6 +86,8 @@ class AsyncStepper(Stepper):
         self._clock = clock
         self._paused = False
         self._round: _Round | None = None
+        # From a checkpoint: what the round under way would have added to the weights.
+        self._resumed_change: list[torch.Tensor] | None = None
         self._snapshot = [torch.empty_like(buffer) for buffer in context.weights.buffers]
         self._averages = [torch.empty_like(buffer) for buffer in context.weights.buffers]
         # Steps after which the next round starts, and how far apart rounds are at present.
@@ -109,6 +112,7 @@ class AsyncStepper(Stepper):
         self._counted_steps += 1
         self._counted_s += self._clock() - self._boundary_ended_at
         starts = self.steps == self._next_start and not self._paused
+        self._apply_resumed_change()
         if self._round is not None and (starts or self._is_done(self._round)):
             self._apply(self._round)
         if starts:
@@ -118,6 +122,7 @@ class AsyncStepper(Stepper):
     def pause(self) -> None:
         """Wait for the round under way, apply it, and start no other. On all ranks after the same step."""
         self._paused = True
+        self._apply_resumed_change()
         if self._round is not None:
             self._apply(self._round)
 
@@ -126,13 +131,41 @@ class AsyncStepper(Stepper):
         self._paused = False
         self._next_start = max(self.steps, self._settings.warmup_steps) + 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """Waits for the round under way: what it will add to this rank's weights is part of the state."""
+        change = self._resumed_change
+        if self._round is not None:
+            averages = self._round.average.wait()
+            change = [average - mine for average, mine in zip(averages, self._snapshot, strict=True)]
+        kept = None if change is None else [tensor.clone() for tensor in change]
+        return {**super().state_dict(), "change": kept}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        change = state["change"]
+        buffers = self.context.weights.buffers
+        here = [buffer.numel() for buffer in buffers]
+        there = here if change is None else [tensor.numel() for tensor in change]
+        if here != there:
+            raise UsageError(
+                f"{AsyncModelAverage.name}: the state is of a model with {there} weights, this one has "
+                f"{here}; want the state of the same model"
+            )
         if self._round is not None:
             # All ranks have it under way; the weights that it belongs to are gone.
             self._round.average.wait()
             self._round = None
         super().load_state_dict(state)
         self._next_start = max(self.steps, self._settings.warmup_steps) + 1
+        self._resumed_change = (
+            None
+            if change is None
+            else [tensor.to(mine.device, copy=True) for tensor, mine in zip(change, buffers, strict=True)]
+        )
+
+    def _apply_resumed_change(self) -> None:
+        if self._resumed_change is not None:
+            torch._foreach_add_(self.context.weights.buffers, self._resumed_change)
+            self._resumed_change = None
 
     def _is_done(self, running: _Round) -> bool:
         return running.average.is_done() and running.period_vote.is_done()

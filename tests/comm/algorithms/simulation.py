@@ -103,6 +103,36 @@ def train(
     return torch.stack(rows)
 
 
+def train_through(algorithm: Algorithm, steps: int, *, cut: int | None = None) -> torch.Tensor:
+    """On one rank: its last weights. At `cut` all goes through a checkpoint of its own into new objects."""
+    net = Net()
+    optimizer = make_optimizer(net)
+    model = DistributedDataParallel(
+        net, optimizers=[optimizer], algorithm=algorithm, find_unused_parameters=True
+    )
+    for step in range(steps):
+        if step == cut:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()], file)
+            file.seek(0)
+            weights, optimizer_state, algorithm_state = torch.load(file)
+            net = Net()
+            optimizer = make_optimizer(net)
+            # Replicas may differ: each rank goes on from its own.
+            model = DistributedDataParallel(
+                net,
+                optimizers=[optimizer],
+                algorithm=algorithm,
+                find_unused_parameters=True,
+                init_sync=False,
+            )
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(optimizer_state)
+            model.load_algorithm_state_dict(algorithm_state)
+        one_step(model, optimizer, step, 1, torch.float64)
+    return weights_of(net)
+
+
 def train_each(algorithms: Sequence[Algorithm], steps: int, micro_batches: int = 1) -> list[torch.Tensor]:
     return [train(algorithm, steps, micro_batches=micro_batches) for algorithm in algorithms]
 

@@ -15,9 +15,19 @@ from torch import nn
 from baguarun.comm.algorithms import AsyncModelAverage, resolve
 from baguarun.comm.algorithms.async_model_average import AsyncStepper, choose_period
 from baguarun.comm.algorithms.stepper import StepContext
+from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
-from tests.comm.algorithms.simulation import assert_same_training, run_for_tensors, simulate, train_each
+from tests.comm.algorithms.simulation import (
+    Net,
+    assert_same_training,
+    make_optimizer,
+    run_for_tensors,
+    simulate,
+    train_each,
+    train_through,
+)
+from tests.comm.ranks import run_ranks
 
 STEPS = 8
 
@@ -158,6 +168,31 @@ def test_a_fast_rank_may_end_while_a_slow_one_still_trains(tmp_path: Path, backe
     finally:
         for process in processes:
             process.kill()
+
+
+def train_with_and_without_a_cut() -> list[torch.Tensor]:
+    settings = AsyncModelAverage(max_staleness_steps=1)
+    return [train_through(settings, STEPS), train_through(settings, STEPS, cut=5)]
+
+
+def test_a_checkpoint_keeps_the_average_that_is_under_way() -> None:
+    for through, resumed in run_for_tensors(train_with_and_without_a_cut, 3):
+        assert torch.equal(through, resumed)
+
+
+def load_a_state_of_another_size() -> str:
+    net = Net()
+    model = DistributedDataParallel(
+        net, optimizers=[make_optimizer(net)], algorithm=AsyncModelAverage(), find_unused_parameters=True
+    )
+    with pytest.raises(UsageError) as caught:
+        model.load_algorithm_state_dict({"steps": 1, "change": [torch.zeros(3)]})
+    return str(caught.value)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    for message in run_ranks(load_a_state_of_another_size, 2):
+        assert "the state is of a model with [3] weights, this one has" in message
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.comm.algorithms.simulation import (
     simulate,
     train,
     train_each,
+    train_through,
     weights_of,
 )
 
@@ -105,33 +105,11 @@ def test_bf16_on_the_wire_stays_close_and_replicas_bit_identical() -> None:
         assert (found[0][step] - expected[step, 0]).abs().max() < 0.03 * moved
 
 
-def train_halves(settings: DiLoCo, cut: int | None) -> torch.Tensor:
-    """Trains through; at `cut` all goes through a checkpoint into a new model."""
-    net = Net()
-    optimizer = make_optimizer(net)
-    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=settings)
-    for step in range(STEPS):
-        if step == cut:
-            file = io.BytesIO()
-            torch.save([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()], file)
-            file.seek(0)
-            weights, inner, outer = torch.load(file)
-            net = Net()
-            optimizer = make_optimizer(net)
-            # Replicas differ inside of a period: each rank goes on from its own.
-            model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=settings, init_sync=False)
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(inner)
-            model.load_algorithm_state_dict(outer)
-        one_step(model, optimizer, step, 1, torch.float64)
-    return weights_of(net)
-
-
 def train_with_and_without_a_cut() -> list[list[torch.Tensor]]:
     delayed = DiLoCo(local_steps=4, delay_steps=2, keep_local=0.5, fragments=2)
     return [
-        [train_halves(DiLoCo(local_steps=3), None), train_halves(DiLoCo(local_steps=3), 7)],
-        [train_halves(delayed, None), train_halves(delayed, 5)],
+        [train_through(DiLoCo(local_steps=3), STEPS), train_through(DiLoCo(local_steps=3), STEPS, cut=7)],
+        [train_through(delayed, STEPS), train_through(delayed, STEPS, cut=5)],
     ]
 
 
