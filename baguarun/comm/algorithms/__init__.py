@@ -11,6 +11,13 @@ from baguarun.comm.algorithms.decentralized import Decentralized
 from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
+from baguarun.comm.algorithms.stepper import (
+    PendingExchange,
+    PendingReduction,
+    StepContext,
+    Stepper,
+    require_range,
+)
 from baguarun.errors import UsageError
 
 __all__ = [
@@ -24,7 +31,12 @@ __all__ = [
     "LocalSGD",
     "Operation",
     "OperationKind",
+    "PendingExchange",
+    "PendingReduction",
+    "StepContext",
+    "Stepper",
     "Wire",
+    "require_range",
     "resolve",
 ]
 

@@ -143,12 +143,8 @@ class _Mixer(Stepper):
         peers = choose_peers(self._mode, exchange, self.context.rank, self.context.world_size)
         if peers is None:
             return None
-        self.rounds += 1
-        self.bytes_sent += sum(buffer.nbytes for buffer in mine)
         # Nobody changes the weights before the optimizer's step, which waits: no copy is needed.
-        return PendingExchange(
-            mine, self._incoming, self.context.group, to_rank=peers.to_rank, from_rank=peers.from_rank
-        )
+        return self.exchange(mine, self._incoming, to_rank=peers.to_rank, from_rank=peers.from_rank)
 
     def _start_between_nodes(self, rails: RailExchanger, exchange: int) -> Pending:
         peers = choose_peers(self._mode, exchange, rails.node_index, rails.num_nodes)

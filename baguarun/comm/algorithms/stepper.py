@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,7 +37,7 @@ class StepContext:
         return dist.get_world_size(self.group)
 
 
-class Stepper(ABC):
+class Stepper:
     """Called around the steps of one model, in the same order on all ranks.
 
     A step begins with its first forward and ends when the optimizers have stepped, or have left the step out
@@ -74,9 +73,9 @@ class Stepper(ABC):
         """Once per step, when gradients are there and weights are still those of forward."""
         return
 
-    @abstractmethod
     def after_step(self) -> None:
-        """The step boundary. Counts the step."""
+        """The step boundary. Counts the step; what overrides it does so too."""
+        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept with a checkpoint, taken at a step boundary."""
@@ -96,6 +95,22 @@ class Stepper(ABC):
             return self.rails.average(tensors)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
         return PendingReduction(tensors, self.context.group)
+
+    def exchange(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        *,
+        to_rank: int,
+        from_rank: int,
+    ) -> PendingExchange:
+        """Start to send `sent` to one rank and to fill `received`, of equal sizes and types, from another.
+
+        Ranks count within the context's group. Each tensor needs its counterpart on the other side.
+        """
+        self.rounds += 1
+        self.bytes_sent += sum(tensor.nbytes for tensor in sent)
+        return PendingExchange(sent, received, self.context.group, to_rank=to_rank, from_rank=from_rank)
 
 
 class Pending(Protocol):
