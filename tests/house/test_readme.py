@@ -21,6 +21,7 @@ DOCS = [
     "docs/transport.md",
     "docs/troubleshooting.md",
 ]
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 

@@ -1,0 +1,143 @@
+"""The rows of the matrix: each algorithm with settings that make it do something within a few steps.
+
+A new algorithm joins by itself with its defaults; a line in `_LISTED` gives it settings, a reference in plain
+torch and an optimizer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baguarun.comm.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LocalSGD,
+)
+from baguarun.comm.algorithms.decentralized import PeerSelection
+from tests.composition.references import (
+    AveragedAtTimes,
+    AveragedGradients,
+    AveragedLate,
+    AveragedWithAll,
+    AveragedWithPeers,
+    MakeReference,
+    OuterSteps,
+)
+
+ROUNDING = 2e-5
+"""Of how far the weights moved: what is exact but for the order of sums in float32."""
+
+EIGHT_BITS = 0.03
+"""The same for 8 bits on the wire. A gradient that is lost or counted twice differs ten times as much."""
+
+
+def make_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """With momentum, so that a step that one side leaves out is seen in all later ones."""
+    return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.5, **options})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One algorithm with settings."""
+
+    title: str
+    algorithm: Algorithm
+    reference: MakeReference | None = None
+    """None: held against itself in a program that does without the feature."""
+    tolerance: float = ROUNDING
+    """Greatest difference from the reference, as a share of how far weights moved."""
+    replicas_meet_every: int | None = None
+    """After so many steps, counted from the first, replicas are equal bit for bit; None: never."""
+    shares_buffers: Callable[[int], bool] = lambda _step: True
+    """Whether rank 0's buffers overwrite the others' before the forward of a step, counted from 0."""
+    make_optimizer: Callable[..., torch.optim.Optimizer] = make_sgd
+    """(parameters, **options) -> the optimizer; options are torch's lr, foreach, fused."""
+
+
+_LISTED = (
+    Row(
+        title="gradient_allreduce",
+        algorithm=GradientAllReduce(),
+        reference=AveragedGradients,
+        replicas_meet_every=1,
+    ),
+    Row(
+        title='gradient_allreduce, wire="bf16"',
+        algorithm=GradientAllReduce(wire="bf16"),
+        reference=AveragedGradients,
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+    ),
+    Row(
+        title="bytegrad",
+        algorithm=ByteGrad(),
+        reference=AveragedGradients,
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+    ),
+    Row(title="decentralized", algorithm=Decentralized(), reference=AveragedWithAll),
+    Row(
+        title='decentralized, "shift_one"',
+        algorithm=Decentralized(peer_selection_mode="shift_one"),
+        reference=lambda: AveragedWithPeers(PeerSelection.SHIFT_ONE),
+    ),
+    Row(
+        title="local_sgd, local_steps=2",
+        algorithm=LocalSGD(local_steps=2),
+        reference=lambda: AveragedAtTimes(2),
+        replicas_meet_every=2,
+        shares_buffers=lambda step: step % 2 == 0,
+    ),
+    Row(
+        title="local_sgd, local_steps=2, warmup_steps=2",
+        algorithm=LocalSGD(local_steps=2, warmup_steps=2),
+        reference=lambda: AveragedAtTimes(2, warmup_steps=2),
+        replicas_meet_every=2,
+        shares_buffers=lambda step: step < 2 or step % 2 == 0,
+    ),
+    Row(
+        title="diloco, local_steps=2",
+        algorithm=DiLoCo(local_steps=2),
+        reference=lambda: OuterSteps(2),
+        replicas_meet_every=2,
+        shares_buffers=lambda step: step % 2 == 0,
+    ),
+    Row(
+        title="diloco, local_steps=2, fragments=2, delay_steps=1",
+        algorithm=DiLoCo(local_steps=2, fragments=2, delay_steps=1),
+        shares_buffers=lambda step: step % 2 == 0,
+    ),
+    Row(
+        # The only setting in which the network does not decide when an average arrives.
+        title="async_model_average, max_staleness_steps=1",
+        algorithm=AsyncModelAverage(sync_interval_ms=0, max_staleness_steps=1),
+        reference=AveragedLate,
+        shares_buffers=lambda step: step == 0,
+    ),
+)
+
+
+def all_rows() -> tuple[Row, ...]:
+    """The listed ones, and every other algorithm that has a name."""
+    listed = {type(row.algorithm) for row in _LISTED}
+    others = [kind for kind in dict.fromkeys(ALGORITHMS.values()) if kind not in listed]
+    return _LISTED + tuple(
+        Row(
+            title=kind.name,
+            algorithm=kind(),
+            replicas_meet_every=None if kind.exchanges_weights else 1,
+        )
+        for kind in others
+    )
+
+
+ROWS = all_rows()
