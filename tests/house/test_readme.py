@@ -13,14 +13,6 @@ import pytest
 from baguarun.launcher.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [
-    "docs/architecture.md",
-    "docs/bagua.md",
-    "docs/jobs.md",
-    "docs/timeline.md",
-    "docs/transport.md",
-    "docs/troubleshooting.md",
-]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
