@@ -138,7 +138,8 @@ bool isWhole(const Group& group, const Bucket& bucket) {
 
 }  // namespace
 
-std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket) {
+std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
+                                                 const std::shared_ptr<BufferPool>& buffers) {
   if (bucket.index >= kMaxBuckets) {
     throw UsageFailure("the plan has more than " + std::to_string(kMaxBuckets) +
                        " buckets; want a larger bucket_cap_mb");
@@ -150,9 +151,9 @@ std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucke
         return makeAllReduce(group, bucket.flat, kind, 1.0);
       }
       if (bucket.operation.rails) {
-        return std::make_unique<RailExchange>(group, bucket);
+        return std::make_unique<RailExchange>(group, bucket, buffers);
       }
-      return makeExchange(group, bucket, everybody(group));
+      return makeExchange(group, bucket, everybody(group), buffers);
     case OperationKind::kAllReduce: {
       const double divisor = bucket.operation.average ? group->getSize() : 1.0;
       return makeAllReduce(group, bucket.flat, c10d::ReduceOp::SUM, divisor);

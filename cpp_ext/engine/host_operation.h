@@ -6,6 +6,7 @@
 #include <string>
 
 #include "engine/bucket.h"
+#include "engine/buffer_pool.h"
 #include "engine/schedule.h"
 
 namespace baguarun::engine {
@@ -30,7 +31,9 @@ class HostOperation {
   virtual uint64_t bytesPerRound() const = 0;
 };
 
-std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket);
+// `buffers` are those of one schedule; every operation of it is made before the first one begins.
+std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
+                                                 const std::shared_ptr<BufferPool>& buffers);
 
 // MAX all-reduce of `flags` in place.
 std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags);

@@ -81,8 +81,9 @@ class HostSchedule final : public Schedule {
         complete_("bagua-complete", [this](size_t task) { runComplete(task); }),
         reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
         begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
+    const auto buffers = std::make_shared<BufferPool>();
     for (const Bucket& bucket : buckets) {
-      operations_.push_back(makeHostOperation(group, bucket));
+      operations_.push_back(makeHostOperation(group, bucket, buffers));
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
     }

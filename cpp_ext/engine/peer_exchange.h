@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/buffer_pool.h"
 #include "engine/errors.h"
 #include "engine/host_operation.h"
 #include "engine/plan.h"
@@ -26,7 +29,8 @@ namespace baguarun::engine {
 class PeerExchange final : public HostOperation {
  public:
   // `ranks`: those of the group that take part, this one among them. "Rank" means a place in it below.
-  PeerExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks)
+  PeerExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks,
+               std::shared_ptr<BufferPool> buffers)
       : group_(group),
         ranks_(ranks),
         rank_(placeOf(group->getRank(), ranks)),
@@ -38,15 +42,17 @@ class PeerExchange final : public HostOperation {
         scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
         elementSize_(bucket.flat.element_size()),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
-        flat_(bucket.flat) {
+        flat_(bucket.flat),
+        buffers_(std::move(buffers)) {
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->nameRanks(ranks);
     }
-    allocate();
+    divide();
   }
 
   void begin(uint32_t round) override {
     round_ = round;
+    takeBuffer();
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->clear();
     }
@@ -94,18 +100,20 @@ class PeerExchange final : public HostOperation {
     for (size_t i = 0; i < gatherSends_.size(); ++i) {
       gatherSends_.wait(i, "sending a result to");
     }
+    buffers_->give(std::move(buffer_));
   }
 
   void abort() override {
+    buffers_->abort();
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->abort();
     }
   }
 
   uint64_t bytesPerRound() const override {
-    uint64_t bytes = static_cast<uint64_t>(chunks_[rank_].numel()) * (size_ - 1);
+    uint64_t bytes = static_cast<uint64_t>(chunkBytes(rank_)) * (size_ - 1);
     for (size_t peer = 0; peer < size_; ++peer) {
-      bytes += peer == rank_ ? 0 : static_cast<uint64_t>(chunks_[peer].numel());
+      bytes += peer == rank_ ? 0 : static_cast<uint64_t>(chunkBytes(peer));
     }
     return bytes;
   }
@@ -125,19 +133,41 @@ class PeerExchange final : public HostOperation {
     return static_cast<int64_t>(layout_.numElements(rank) * elementSize_);
   }
 
-  void allocate() {
-    const auto bytes = at::TensorOptions().dtype(at::kByte);
-    const at::Tensor flatBytes = plain_ ? flat_.view(at::kByte) : at::Tensor();
+  // Plain chunks lie in the bucket; all else lies in the pool's buffer, one after the other.
+  void divide() {
+    chunks_.resize(size_);
+    contributions_.resize(size_);
+    sources_.resize(size_);
     for (size_t peer = 0; peer < size_; ++peer) {
-      const auto length = static_cast<int64_t>(chunkBytes(peer));
-      chunks_.push_back(
-          plain_ ? flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(peer) * elementSize_), length)
-                 : at::zeros({length}, bytes));
+      if (plain_) {
+        chunks_[peer] =
+            flat_.view(at::kByte).narrow(0, static_cast<int64_t>(layout_.begin(peer) * elementSize_),
+                                         static_cast<int64_t>(chunkBytes(peer)));
+      }
+      bufferBytes_ +=
+          (plain_ ? 0 : aligned(chunkBytes(peer))) + (peer == rank_ ? 0 : aligned(chunkBytes(rank_)));
     }
-    const auto own = static_cast<int64_t>(chunkBytes(rank_));
+    buffers_->want(bufferBytes_);
+  }
+
+  static size_t aligned(size_t bytes) {
+    return (bytes + kBucketAlignBytes - 1) / kBucketAlignBytes * kBucketAlignBytes;
+  }
+
+  void takeBuffer() {
+    buffer_ = buffers_->take();
+    size_t used = 0;
+    const auto slice = [&](size_t bytes) {
+      const at::Tensor found = buffer_.narrow(0, static_cast<int64_t>(used), static_cast<int64_t>(bytes));
+      used += aligned(bytes);
+      return found;
+    };
+    for (size_t peer = 0; peer < size_ && !plain_; ++peer) {
+      chunks_[peer] = slice(chunkBytes(peer));
+    }
     for (size_t peer = 0; peer < size_; ++peer) {
-      contributions_.push_back(peer == rank_ ? chunks_[rank_] : at::zeros({own}, bytes));
-      sources_.push_back(contributions_.back().data_ptr());
+      contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(chunkBytes(rank_));
+      sources_[peer] = contributions_[peer].data_ptr();
     }
   }
 
@@ -204,8 +234,12 @@ class PeerExchange final : public HostOperation {
   const size_t elementSize_;
   const ChunkLayout layout_;
   const at::Tensor flat_;
+  const std::shared_ptr<BufferPool> buffers_;
+  size_t bufferBytes_ = 0;
   uint32_t round_ = 0;
-  // Chunk of rank p, as bytes: a slice of the bucket if plain, else a buffer of its own.
+  // The pool's, while a round is under way.
+  at::Tensor buffer_;
+  // Chunk of rank p, as bytes: a slice of the bucket if plain, else of the pool's buffer.
   std::vector<at::Tensor> chunks_;
   // What rank p contributes to the own chunk.
   std::vector<at::Tensor> contributions_;

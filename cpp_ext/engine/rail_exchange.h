@@ -10,11 +10,13 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/buffer_pool.h"
 #include "engine/errors.h"
 #include "engine/host_operation.h"
 #include "engine/peer_exchange.h"
 #include "engine/plan.h"
 #include "engine/rails.h"
+#include "engine/ranges.h"
 #include "engine/ring_exchange.h"
 #include "engine/transfers.h"
 
@@ -22,11 +24,12 @@ namespace baguarun::engine {
 
 // The exchange of a bucket among `ranks` of the group that suits its size.
 inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Bucket& bucket,
-                                                   const std::vector<int>& ranks) {
+                                                   const std::vector<int>& ranks,
+                                                   const std::shared_ptr<BufferPool>& buffers) {
   if (RingExchange::suits(bucket, ranks.size())) {
-    return std::make_unique<RingExchange>(group, bucket, ranks);
+    return std::make_unique<RingExchange>(group, bucket, ranks, buffers);
   }
-  return std::make_unique<PeerExchange>(group, bucket, ranks);
+  return std::make_unique<PeerExchange>(group, bucket, ranks, buffers);
 }
 
 // Every rank gives each owner of its node that owner's shard, as it is; the owner sums in fp32, exchanges the
@@ -38,7 +41,7 @@ inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Buc
 // other nodes for the one between, so messages of different levels cannot meet.
 class RailExchange final : public HostOperation {
  public:
-  RailExchange(const Group& group, const Bucket& bucket)
+  RailExchange(const Group& group, const Bucket& bucket, const std::shared_ptr<BufferPool>& buffers)
       : group_(group),
         rails_(bucket.operation.rails),
         place_(placeOf(group->getRank(), rails_->node)),
@@ -53,7 +56,7 @@ class RailExchange final : public HostOperation {
     for (Transfers* transfers : all()) {
       transfers->nameRanks(rails_->node);
     }
-    allocate(bucket);
+    allocate(bucket, buffers);
   }
 
   void begin(uint32_t round) override {
@@ -120,7 +123,7 @@ class RailExchange final : public HostOperation {
 
   bool narrows() const { return dtype_ != codec::DType::f32; }
 
-  void allocate(const Bucket& bucket) {
+  void allocate(const Bucket& bucket, const std::shared_ptr<BufferPool>& buffers) {
     const at::Tensor flatBytes = bucket.flat.view(at::kByte);
     const auto elementSize = static_cast<int64_t>(bucket.flat.element_size());
     for (size_t rail = 0; rail < rails_->numRails; ++rail) {
@@ -146,17 +149,19 @@ class RailExchange final : public HostOperation {
     between.flat = sum_;
     between.operation = bucket.operation;
     between.operation.rails = nullptr;
-    between_ = makeExchange(group_, between, rails_->rail);
+    between_ = makeExchange(group_, between, rails_->rail, buffers);
   }
 
   void sumUp() {
     scatterReceives_.waitAll("receiving the contribution of");
+    const Span span("reduce", "codec", shards_[place_].numel());
     codec::reduceDecode(kHost, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(), scale_,
                         layout_.numElements(place_), sum_.data_ptr());
   }
 
   void narrow() {
     if (narrows()) {
+      const Span span("encode", "codec", shards_[place_].numel());
       codec::encode(kHost, plainWire(dtype_), codec::DType::f32, sum_.data_ptr(), layout_.numElements(place_),
                     shards_[place_].data_ptr());
     }
@@ -179,6 +184,7 @@ class RailExchange final : public HostOperation {
   void send(const at::Tensor& bytes, size_t place, Stage stage, Transfers& transfers) {
     if (bytes.numel() > 0) {
       std::vector<at::Tensor> tensors{bytes};
+      markPosted();
       transfers.start("sending to", place, [&] {
         return group_->send(tensors, rails_->node[place], messageTag(round_, bucket_, stage));
       });

@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/buffer_pool.h"
 #include "engine/errors.h"
 #include "engine/host_operation.h"
 #include "engine/plan.h"
@@ -30,7 +33,8 @@ class RingExchange final : public HostOperation {
   }
 
   // `ranks`: those of the group that take part, this one among them. "Rank" means a place in it below.
-  RingExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks)
+  RingExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks,
+               std::shared_ptr<BufferPool> buffers)
       : group_(group),
         ranks_(ranks),
         rank_(placeOf(group->getRank(), ranks)),
@@ -40,14 +44,16 @@ class RingExchange final : public HostOperation {
         flat_(bucket.flat),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
         segments_(std::clamp(layout_.stride() / kSegmentElements, size_t{1}, kMaxSegments)),
-        scratch_(at::zeros({static_cast<int64_t>((size_ - 1) * layout_.stride())}, flat_.options())) {
+        buffers_(std::move(buffers)) {
     for (Transfers* transfers : {&sends_, &scatterReceives_, &gatherReceives_}) {
       transfers->nameRanks(ranks);
     }
+    buffers_->want((size_ - 1) * layout_.stride() * sizeof(float));
   }
 
   void begin(uint32_t round) override {
     round_ = round;
+    scratch_ = buffers_->take();
     for (Transfers* transfers : {&sends_, &scatterReceives_, &gatherReceives_}) {
       transfers->clear();
     }
@@ -94,9 +100,11 @@ class RingExchange final : public HostOperation {
     for (size_t i = 0; i < sends_.size(); ++i) {
       sends_.wait(i, "sending to");
     }
+    buffers_->give(std::move(scratch_));
   }
 
   void abort() override {
+    buffers_->abort();
     for (Transfers* transfers : {&sends_, &scatterReceives_, &gatherReceives_}) {
       transfers->abort();
     }
@@ -176,8 +184,10 @@ class RingExchange final : public HostOperation {
   const at::Tensor flat_;
   const ChunkLayout layout_;
   const size_t segments_;
-  const at::Tensor scratch_;
+  const std::shared_ptr<BufferPool> buffers_;
   uint32_t round_ = 0;
+  // The partial sums of all steps; from the pool while a round is under way.
+  at::Tensor scratch_;
   Transfers sends_;
   Transfers scatterReceives_;
   Transfers gatherReceives_;

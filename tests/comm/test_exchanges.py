@@ -1,9 +1,14 @@
-"""How buckets are exchanged between hosts: small ones by messages to all, large fp32 ones around a ring."""
+"""How buckets are exchanged between hosts: small ones by messages to all, large fp32 ones around a ring.
+
+The memory that this takes is that of the buckets under way, not of all.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +42,55 @@ def averages_over_sockets(size: int, algorithm: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_rank_holds_the_same_average(world_size: int, size: int, algorithm: str) -> None:
     run_ranks(averages_over_sockets, world_size, size, algorithm)
+
+
+M_MMAP_THRESHOLD = -3
+
+
+class Layers(nn.Module):
+    """Layers side by side: all of them get the gradient that the input is."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x).sum() for layer in self.layers)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def averages_in_many_large_buckets(algorithm: str) -> None:
+    # What is freed goes back to the system at once, and is not counted as resident.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
+    size, count = 1450, 12
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = DistributedDataParallel(
+        Layers(count, size), share_memory=False, algorithm=algorithm, bucket_cap_mb=8
+    )
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    x = torch.empty(1, size)
+    before = resident_bytes()
+    for step in range(4):
+        x.fill_(24.0 * (rank + step + 1))
+        model.zero_grad()
+        model(x).backward()
+        expected = torch.full((size, size), 24.0 * (step + 1) + 24.0 * (world_size - 1) / 2)
+        for parameter in model.parameters():
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-2, atol=0)
+    assert model.stats().buckets == count
+    # The gradients themselves, and buffers for a few of the buckets.
+    grown = (resident_bytes() - before) / model_bytes
+    assert grown < 1.3, grown
+
+
+@pytest.mark.parametrize(
+    "algorithm, backend", [("gradient_allreduce", "gloo"), ("bytegrad", "gloo"), ("bytegrad", "baguanet")]
+)
+def test_large_buckets_share_a_few_buffers(algorithm: str, backend: str) -> None:
+    run_ranks(averages_in_many_large_buckets, 3, algorithm, backend=backend)
 
 
 def a_peer_dies_on_the_ring() -> str:
