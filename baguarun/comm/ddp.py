@@ -106,15 +106,21 @@ class DistributedDataParallel(nn.Module):
         return self._session.stats()
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the algorithm (DiLoCo's outer weights, counts of steps).
+        """What a checkpoint must keep of the algorithm (DiLoCo's outer weights, counts of steps, and what
+        error feedback has left to send).
 
         Empty for those that have nothing to keep. Take it after optimizer.step(); the tensors are copies. It
-        is the same on all ranks but for async_model_average's, which goes with the rank's own weights.
+        is the same on all ranks but for "engine", of which each rank keeps its own, and for
+        async_model_average's, which goes with the rank's own weights.
         """
         return self._session.algorithm_state_dict()
 
     def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `algorithm_state_dict`. On all ranks, after `load_state_dict` of the model."""
+        """Go on from `algorithm_state_dict`. On all ranks, after `load_state_dict` of model and optimizers.
+
+        A rank that gets another rank's "engine", or one of another number of ranks, warns and begins without
+        residuals.
+        """
         self._session.load_algorithm_state_dict(state)
 
     def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:

@@ -6,10 +6,14 @@ import importlib
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from baguarun.errors import SetupError
+
+if TYPE_CHECKING:
+    from baguarun.comm.algorithms import Operation
 
 REMEDY = "run `make setup` (in a checkout) or `pip install --no-build-isolation .` again"
 
@@ -26,6 +30,18 @@ def load_extension() -> ModuleType:
         return importlib.import_module("baguarun._C")
     except ImportError as error:
         raise SetupError(f"the compiled engine baguarun._C cannot be loaded ({error}): {REMEDY}") from error
+
+
+def operation_spec(operation: Operation) -> Any:
+    """What the engine calls it."""
+    extension = load_extension()
+    return extension.OperationSpec(
+        kind=getattr(extension.OperationKind, operation.kind.value),
+        wire=getattr(extension.Wire, operation.wire.value),
+        average=operation.average,
+        keep=operation.keep,
+        error_feedback=operation.error_feedback,
+    )
 
 
 def check_build(built_for: str, found: str) -> None:

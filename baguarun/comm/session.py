@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from torch import nn
 from baguarun.comm import timeline
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
-from baguarun.comm.algorithms.base import WIRE_OF_DTYPE, Operation, OperationKind
+from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, Operation, OperationKind
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.boundary import StepBoundary
-from baguarun.comm.extension import load_extension
+from baguarun.comm.engine_state import load_engine_state, take_engine_state
+from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env
 from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
@@ -130,6 +132,8 @@ class DataParallelSession:
             context = StepContext(weights=FlatWeights(parameters), group=self._group, rails=self._rails)
             self._stepper = algorithm.make_stepper(context)
             self._boundary = StepBoundary(self._stepper, optimizers)
+        self._exchanged = exchanged
+        self._operation_of = operations
         if exchanged:
             self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
 
@@ -217,10 +221,17 @@ class DataParallelSession:
 
     def algorithm_state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of the algorithm; taken after optimizer.step()."""
-        return {} if self._stepper is None else self._stepper.state_dict()
+        state = {} if self._stepper is None else self._stepper.state_dict()
+        if self._keeps_engine_state():
+            state["engine"] = take_engine_state(self._engine, self._exchanged, self._group)
+        return state
 
     def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, on all ranks, after the model's weights have been loaded."""
+        state = dict(state)
+        of_engine = state.pop("engine", None)
+        if of_engine is not None:
+            self._load_engine_state(of_engine)
         if self._stepper is None and state:
             raise UsageError(
                 f"{self.algorithm.name} keeps no state here (World of one, or an algorithm without); "
@@ -242,6 +253,22 @@ class DataParallelSession:
         return (
             syncing or self._last_forward_synced if self._micro_batch is None else self._micro_batch.is_first
         )
+
+    def _keeps_engine_state(self) -> bool:
+        """Whether the result of a step depends on what the engine has seen: blocks, or what is owed."""
+        return self._engine is not None and any(
+            operation.wire in BLOCK_WIRES for operation in self._operation_of.values()
+        )
+
+    def _load_engine_state(self, state: dict[str, Any]) -> None:
+        if not self._keeps_engine_state():
+            warnings.warn(
+                f"{self.algorithm.name}: the residuals in the state are given up (World of one, or an "
+                "algorithm without)",
+                stacklevel=4,
+            )
+            return
+        load_engine_state(load_extension(), self._engine, self._exchanged, self._group, state)
 
     def _sends_gradients(self) -> bool:
         return self._stepper is None or self._stepper.sends_gradients()
@@ -280,14 +307,7 @@ class DataParallelSession:
         operations: Mapping[torch.dtype, Operation],
         arena_bytes: int,
     ) -> Any:
-        specs = {
-            dtype: extension.OperationSpec(
-                kind=getattr(extension.OperationKind, operation.kind.value),
-                wire=getattr(extension.Wire, operation.wire.value),
-                average=operation.average,
-            )
-            for dtype, operation in operations.items()
-        }
+        specs = {dtype: operation_spec(operation) for dtype, operation in operations.items()}
         if self._rails is not None:
             for spec in specs.values():
                 spec.exchange_by_rail(self._rails.for_engine(extension))

@@ -148,11 +148,13 @@ void bindOperations(py::module_& module) {
       .value("ALL_REDUCE", OperationKind::kAllReduce)
       .value("SCATTER_REDUCE_GATHER", OperationKind::kScatterReduceGather);
   py::class_<OperationSpec>(module, "OperationSpec")
-      .def(py::init<OperationKind, codec::Wire, bool>(), py::kw_only(), py::arg("kind"), py::arg("wire"),
-           py::arg("average"))
+      .def(py::init<OperationKind, codec::Wire, bool, uint32_t, bool>(), py::kw_only(), py::arg("kind"),
+           py::arg("wire"), py::arg("average"), py::arg("keep"), py::arg("error_feedback"))
       .def_readonly("kind", &OperationSpec::kind)
       .def_readonly("wire", &OperationSpec::wire)
       .def_readonly("average", &OperationSpec::average)
+      .def_readonly("keep", &OperationSpec::keep)
+      .def_readonly("error_feedback", &OperationSpec::errorFeedback)
       .def("exchange_by_rail", [](OperationSpec& spec, const engine::Rails& rails) {
         spec.rails = std::make_shared<engine::Rails>(rails);
       });
@@ -174,6 +176,22 @@ std::shared_ptr<Engine> makeEngine(
   return Engine::create(std::move(named), group, settings);
 }
 
+void bindEngineState(py::module_& module) {
+  using engine::EngineState;
+  py::class_<EngineState>(module, "EngineState")
+      .def(py::init([](std::vector<size_t> order, bool orderAdopted, std::vector<at::Tensor> residuals,
+                       std::vector<at::Tensor> resultResiduals) {
+             return EngineState{std::move(order), orderAdopted, std::move(residuals),
+                                std::move(resultResiduals)};
+           }),
+           py::kw_only(), py::arg("order"), py::arg("order_adopted"), py::arg("residuals"),
+           py::arg("result_residuals"))
+      .def_readonly("order", &EngineState::order)
+      .def_readonly("order_adopted", &EngineState::orderAdopted)
+      .def_readonly("residuals", &EngineState::residuals)
+      .def_readonly("result_residuals", &EngineState::resultResiduals);
+}
+
 void bindEngine(py::module_& module) {
   const auto withoutGil = py::call_guard<py::gil_scoped_release>();
   py::class_<EngineSettings>(module, "EngineSettings")
@@ -193,6 +211,8 @@ void bindEngine(py::module_& module) {
       .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)
       .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
       .def("after_local_forward", &Engine::afterLocalForward, withoutGil)
+      .def("state", &Engine::state, withoutGil)
+      .def("load_state", &Engine::loadState, py::arg("state"), withoutGil)
       .def("needs_outputs", &Engine::needsOutputs)
       .def("stats", &Engine::stats, withoutGil)
       .def("plan", &Engine::plan, withoutGil);
@@ -207,6 +227,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindErrors();
   bindings::bindCodec(module);
   bindings::bindOperations(module);
+  bindings::bindEngineState(module);
   bindings::bindEngine(module);
   bindings::bindBackend(module);
   bindings::bindTimeline(module);

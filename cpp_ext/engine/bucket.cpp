@@ -46,6 +46,14 @@ codec::Wire plainWire(codec::DType dtype) {
   throw std::logic_error("unknown type of numbers");
 }
 
+void requireFeedback(const OperationSpec& operation, at::ScalarType dtype) {
+  if (operation.errorFeedback &&
+      (operation.kind != OperationKind::kScatterReduceGather || isPlain(operation.wire, dtype))) {
+    throw UsageFailure(std::string("error feedback for gradients of type ") + c10::toString(dtype) +
+                       ", which are sent as they are; want a scatter-reduce-gather with a narrower wire");
+  }
+}
+
 at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset) {
   const auto start = static_cast<int64_t>(offset);
   if (parameter.is_non_overlapping_and_dense()) {

@@ -30,6 +30,12 @@ struct OperationSpec {
   bool average = true;
   // Exchange by rail; null: among all ranks at once. Read by kScatterReduceGather only.
   std::shared_ptr<const Rails> rails = nullptr;
+  // Wire::topk: how many of each 2048 numbers travel.
+  uint32_t keep = codec::Format(codec::Wire::topk).keep;
+  // What an encoding loses is added to the next round's numbers, on the sender's and on the reducer's side.
+  bool errorFeedback = false;
+
+  codec::Format format() const { return {wire, keep, 0}; }
 };
 
 // Buckets in shared memory begin at multiples of this.
@@ -45,6 +51,10 @@ struct Bucket {
   // `flat` lies in memory that the ranks share, on every rank.
   bool shared = false;
   OperationSpec operation;
+  // With error feedback, fp32: what this rank's contributions still owe, for every number, in the units of
+  // gradients; and what the results of this rank's own chunk owe. Else undefined.
+  at::Tensor residual;
+  at::Tensor resultResidual;
   std::vector<size_t> parameters;
   // Gradients still missing in this round.
   size_t pending = 0;
@@ -52,6 +62,9 @@ struct Bucket {
 
 // True if c10d bytes of this dtype and wire are the gradient itself: nothing to encode.
 bool isPlain(codec::Wire wire, at::ScalarType dtype);
+
+// UsageFailure if error feedback is asked for where nothing is lost.
+void requireFeedback(const OperationSpec& operation, at::ScalarType dtype);
 
 // The codec's word for a dtype; UsageFailure for a dtype that is not coded (float64, integers).
 codec::DType codecType(at::ScalarType dtype);

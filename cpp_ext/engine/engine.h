@@ -52,6 +52,17 @@ struct EngineStats {
   double exposedWaitSeconds = 0;
 };
 
+// What a checkpoint keeps of an engine, on each rank.
+struct EngineState {
+  // A permutation of the parameters, in which they are packed into buckets, and whether it is for good.
+  std::vector<size_t> order;
+  bool orderAdopted = false;
+  // With error feedback, fp32: by parameter what contributions owe, empty for a parameter without; by bucket
+  // what the results owe that this rank computed.
+  std::vector<at::Tensor> residuals;
+  std::vector<at::Tensor> resultResiduals;
+};
+
 // Threads: backward may run on any thread; hooks are serialised by a mutex. All else is called by one thread,
 // outside of backward, without the GIL.
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -71,6 +82,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // After a forward under no_sync: the next backward is not a round.
   void afterLocalForward();
 
+  // Between rounds; copies.
+  EngineState state();
+  // Between rounds, collective: takes rank 0's order, and this rank's residuals if there are any.
+  void loadState(const EngineState& state);
+
   bool needsOutputs() const;
   EngineStats stats();
   // Parameter indices, bucket by bucket, in launch order.
@@ -89,6 +105,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     // Place in the plan.
     size_t bucket = 0;
     at::Tensor view;
+    // With error feedback: its part of the bucket's residual, one-dimensional, in the order of memory.
+    at::Tensor residual;
     // In this round: hooks still to come, and whether the gradient has been stored.
     uint32_t hooksLeft = 1;
     bool ready = false;
@@ -103,8 +121,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void buildBuckets(const std::vector<size_t>& order);
   void joinArena();
   void placeBuckets();
+  size_t numReduced(const Bucket& bucket) const;
+  void placeResiduals(Bucket& bucket);
   void moveGradientsOut();
   void adoptObservedOrder();
+  std::vector<size_t> orderOfRankZero(const std::vector<size_t>& mine);
+  std::vector<size_t> presentOrder() const;
+  void throwIfRunning(const char* what) const;
   void throwIfMissing();
   void throwIfReplaced() const;
   [[noreturn]] void throwChanged(size_t index) const;

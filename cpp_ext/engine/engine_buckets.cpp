@@ -7,6 +7,7 @@
 #include "engine/engine.h"
 #include "engine/errors.h"
 #include "engine/host_operation.h"
+#include "engine/transfers.h"
 
 namespace baguarun::engine {
 
@@ -35,6 +36,7 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
     bucket.index = buckets_.size() - 1;
     bucket.parameters = members;
     bucket.operation = first.operation;
+    requireFeedback(bucket.operation, first.tensor.scalar_type());
     bucket.shared = arena_.defined() && bucket.operation.kind == OperationKind::kScatterReduceGather &&
                     isPlain(bucket.operation.wire, first.tensor.scalar_type());
     size_t bytes = 0;
@@ -103,6 +105,45 @@ void Engine::placeBuckets() {
       parameter.view = gradientView(bucket.flat, parameter.tensor, offset);
       offset += static_cast<size_t>(parameter.tensor.numel());
     }
+    placeResiduals(bucket);
+  }
+}
+
+// How many numbers of the bucket this rank reduces.
+size_t Engine::numReduced(const Bucket& bucket) const {
+  const auto numElements = static_cast<size_t>(bucket.flat.numel());
+  const int rank = group_->getRank();
+  const auto& rails = bucket.operation.rails;
+  if (!rails) {
+    return ChunkLayout(numElements, static_cast<size_t>(group_->getSize()))
+        .numElements(static_cast<size_t>(rank));
+  }
+  if (rails->rail.empty()) {
+    return 0;
+  }
+  const size_t shard = ChunkLayout(numElements, rails->numRails).numElements(placeOf(rank, rails->node));
+  return ChunkLayout(shard, rails->numNodes).numElements(placeOf(rank, rails->rail));
+}
+
+// Residuals of contributions go with their parameters into the new bucket. Those of results begin anew: each
+// belonged to the rank that reduced that number, which is now another one.
+void Engine::placeResiduals(Bucket& bucket) {
+  const bool feeds = bucket.operation.errorFeedback;
+  if (feeds) {
+    const auto fp32 = bucket.flat.options().dtype(at::kFloat);
+    bucket.residual = at::zeros({bucket.flat.numel()}, fp32);
+    bucket.resultResidual = at::zeros({static_cast<int64_t>(numReduced(bucket))}, fp32);
+  }
+  int64_t offset = 0;
+  for (const size_t index : bucket.parameters) {
+    Parameter& parameter = parameters_[index];
+    const int64_t length = parameter.tensor.numel();
+    const at::Tensor before = std::move(parameter.residual);
+    parameter.residual = feeds ? bucket.residual.narrow(0, offset, length) : at::Tensor();
+    if (feeds && before.defined()) {
+      parameter.residual.copy_(before);
+    }
+    offset += length;
   }
 }
 
@@ -126,8 +167,14 @@ void Engine::moveGradientsOut() {
 void Engine::adoptObservedOrder() {
   const at::NoGradGuard noGrad;
   orderAdopted_ = true;
-  const std::vector<int64_t> observed(observedOrder_.begin(), observedOrder_.end());
-  std::vector<at::Tensor> order{at::tensor(observed, at::kLong).to(device_)};
+  const std::vector<size_t> agreed = orderOfRankZero(observedOrder_);
+  moveGradientsOut();
+  buildBuckets(agreed);
+}
+
+std::vector<size_t> Engine::orderOfRankZero(const std::vector<size_t>& mine) {
+  const std::vector<int64_t> numbers(mine.begin(), mine.end());
+  std::vector<at::Tensor> order{at::tensor(numbers, at::kLong).to(device_)};
   c10d::BroadcastOptions fromRankZero;
   fromRankZero.rootRank = 0;
   try {
@@ -137,8 +184,7 @@ void Engine::adoptObservedOrder() {
   }
   const at::Tensor agreed = order[0].cpu();
   const int64_t* values = agreed.const_data_ptr<int64_t>();
-  moveGradientsOut();
-  buildBuckets(std::vector<size_t>(values, values + agreed.numel()));
+  return {values, values + agreed.numel()};
 }
 
 }  // namespace baguarun::engine

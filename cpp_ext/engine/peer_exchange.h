@@ -36,16 +36,21 @@ class PeerExchange final : public HostOperation {
         rank_(placeOf(group->getRank(), ranks)),
         size_(ranks.size()),
         bucket_(bucket.index),
-        wire_(bucket.operation.wire),
+        format_(bucket.operation.format()),
         dtype_(codecType(bucket.flat.scalar_type())),
-        plain_(isPlain(wire_, bucket.flat.scalar_type())),
+        plain_(isPlain(format_.wire, bucket.flat.scalar_type())),
         scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
         elementSize_(bucket.flat.element_size()),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
         flat_(bucket.flat),
-        buffers_(std::move(buffers)) {
+        buffers_(std::move(buffers)),
+        residual_(bucket.residual),
+        resultResidual_(bucket.resultResidual) {
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->nameRanks(ranks);
+    }
+    if (resultResidual_.defined()) {
+      sum_ = at::empty_like(resultResidual_);
     }
     divide();
   }
@@ -77,11 +82,7 @@ class PeerExchange final : public HostOperation {
     for (size_t i = 0; i < scatterReceives_.size(); ++i) {
       scatterReceives_.wait(i, "receiving the contribution of");
     }
-    if (layout_.numElements(rank_) > 0) {
-      const Span span("reduce and encode", "codec", chunkElementBytes(rank_));
-      codec::reduceEncode(kHost, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
-                          chunks_[rank_].data_ptr());
-    }
+    reduceChunk();
     for (size_t step = 1; step < size_; ++step) {
       pace(step, gatherReceives_, "receiving the result of");
       send(chunks_[rank_], target(step), Stage::kGather, gatherSends_);
@@ -125,7 +126,7 @@ class PeerExchange final : public HostOperation {
 
   size_t chunkBytes(size_t rank) const {
     const size_t numElements = layout_.numElements(rank);
-    return plain_ ? numElements * elementSize_ : codec::encodedBytes(wire_, numElements);
+    return plain_ ? numElements * elementSize_ : codec::encodedBytes(format_, numElements);
   }
 
   // Of the gradients in a chunk.
@@ -209,16 +210,41 @@ class PeerExchange final : public HostOperation {
   }
 
   void encodeChunk(size_t rank) {
-    if (!plain_ && layout_.numElements(rank) > 0) {
-      const Span span("encode", "codec", chunkElementBytes(rank));
-      codec::encode(kHost, wire_, dtype_, place(rank), layout_.numElements(rank), chunks_[rank].data_ptr());
+    const size_t numElements = layout_.numElements(rank);
+    if (plain_ || numElements == 0) {
+      return;
+    }
+    const Span span("encode", "codec", chunkElementBytes(rank));
+    if (residual_.defined()) {
+      codec::encodeWithResidual(kHost, format_, dtype_, place(rank),
+                                residual_.data_ptr<float>() + layout_.begin(rank), numElements,
+                                chunks_[rank].data_ptr());
+    } else {
+      codec::encode(kHost, format_, dtype_, place(rank), numElements, chunks_[rank].data_ptr());
+    }
+  }
+
+  void reduceChunk() {
+    const size_t numElements = layout_.numElements(rank_);
+    if (numElements == 0) {
+      return;
+    }
+    const Span span("reduce and encode", "codec", chunkElementBytes(rank_));
+    if (resultResidual_.defined()) {
+      codec::reduceDecode(kHost, format_, codec::DType::f32, sources_.data(), size_, scale_, numElements,
+                          sum_.data_ptr());
+      codec::encodeWithResidual(kHost, format_, codec::DType::f32, sum_.data_ptr(),
+                                resultResidual_.data_ptr<float>(), numElements, chunks_[rank_].data_ptr());
+    } else {
+      codec::reduceEncode(kHost, format_, sources_.data(), size_, scale_, numElements,
+                          chunks_[rank_].data_ptr());
     }
   }
 
   void decodeChunk(size_t rank) {
     if (!plain_ && layout_.numElements(rank) > 0) {
       const Span span("decode", "codec", chunkElementBytes(rank));
-      codec::decode(kHost, wire_, dtype_, chunks_[rank].data_ptr(), layout_.numElements(rank), place(rank));
+      codec::decode(kHost, format_, dtype_, chunks_[rank].data_ptr(), layout_.numElements(rank), place(rank));
     }
   }
 
@@ -227,7 +253,7 @@ class PeerExchange final : public HostOperation {
   const size_t rank_;
   const size_t size_;
   const size_t bucket_;
-  const codec::Wire wire_;
+  const codec::Format format_;
   const codec::DType dtype_;
   const bool plain_;
   const float scale_;
@@ -236,6 +262,10 @@ class PeerExchange final : public HostOperation {
   const at::Tensor flat_;
   const std::shared_ptr<BufferPool> buffers_;
   size_t bufferBytes_ = 0;
+  const at::Tensor residual_;
+  const at::Tensor resultResidual_;
+  // With error feedback: the own chunk's sum in fp32.
+  at::Tensor sum_;
   uint32_t round_ = 0;
   // The pool's, while a round is under way.
   at::Tensor buffer_;

@@ -149,6 +149,10 @@ class RailExchange final : public HostOperation {
     between.flat = sum_;
     between.operation = bucket.operation;
     between.operation.rails = nullptr;
+    if (bucket.residual.defined()) {
+      between.residual = bucket.residual.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
+      between.resultResidual = bucket.resultResidual;
+    }
     between_ = makeExchange(group_, between, rails_->rail, buffers);
   }
 

@@ -85,12 +85,14 @@ class StreamExchange final : public StreamOperation {
       : group_(group),
         rank_(static_cast<size_t>(group->getRank())),
         size_(static_cast<size_t>(group->getSize())),
-        wire_(bucket.operation.wire),
+        format_(bucket.operation.format()),
         dtype_(codecType(bucket.flat.scalar_type())),
         scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
-        chunkBytes_(codec::encodedBytes(wire_, layout_.stride())),
-        flat_(bucket.flat) {
+        chunkBytes_(codec::encodedBytes(format_, layout_.stride())),
+        flat_(bucket.flat),
+        residual_(bucket.residual),
+        resultResidual_(bucket.resultResidual) {
     const auto bytes = bucket.flat.options().dtype(at::kByte);
     const auto total = static_cast<int64_t>(chunkBytes_ * size_);
     outgoing_ = at::zeros({total}, bytes);
@@ -99,24 +101,22 @@ class StreamExchange final : public StreamOperation {
     for (size_t peer = 0; peer < size_; ++peer) {
       sources_.push_back(chunk(incoming_, peer));
     }
+    if (resultResidual_.defined()) {
+      sum_ = at::empty_like(resultResidual_);
+    }
   }
 
   void enqueue(c10::Stream stream) override {
     const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
     for (size_t peer = 0; peer < size_; ++peer) {
-      if (layout_.numElements(peer) > 0) {
-        codec::encode(exec, wire_, dtype_, place(peer), layout_.numElements(peer), chunk(outgoing_, peer));
-      }
+      encodeChunk(exec, peer);
     }
     exchange(*group_, incoming_, outgoing_)->wait();
-    if (layout_.numElements(rank_) > 0) {
-      codec::reduceEncode(exec, wire_, sources_.data(), size_, scale_, layout_.numElements(rank_),
-                          chunk(outgoing_, rank_));
-    }
+    reduceChunk(exec);
     gatherInto(*group_, incoming_, own_)->wait();
     for (size_t peer = 0; peer < size_; ++peer) {
       if (layout_.numElements(peer) > 0) {
-        codec::decode(exec, wire_, dtype_, chunk(incoming_, peer), layout_.numElements(peer), place(peer));
+        codec::decode(exec, format_, dtype_, chunk(incoming_, peer), layout_.numElements(peer), place(peer));
       }
     }
   }
@@ -132,15 +132,49 @@ class StreamExchange final : public StreamOperation {
     return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * flat_.element_size();
   }
 
+  void encodeChunk(codec::Exec exec, size_t peer) {
+    const size_t numElements = layout_.numElements(peer);
+    if (numElements == 0) {
+      return;
+    }
+    if (residual_.defined()) {
+      codec::encodeWithResidual(exec, format_, dtype_, place(peer),
+                                residual_.data_ptr<float>() + layout_.begin(peer), numElements,
+                                chunk(outgoing_, peer));
+    } else {
+      codec::encode(exec, format_, dtype_, place(peer), numElements, chunk(outgoing_, peer));
+    }
+  }
+
+  void reduceChunk(codec::Exec exec) {
+    const size_t numElements = layout_.numElements(rank_);
+    if (numElements == 0) {
+      return;
+    }
+    void* const result = chunk(outgoing_, rank_);
+    if (resultResidual_.defined()) {
+      codec::reduceDecode(exec, format_, codec::DType::f32, sources_.data(), size_, scale_, numElements,
+                          sum_.data_ptr());
+      codec::encodeWithResidual(exec, format_, codec::DType::f32, sum_.data_ptr(),
+                                resultResidual_.data_ptr<float>(), numElements, result);
+    } else {
+      codec::reduceEncode(exec, format_, sources_.data(), size_, scale_, numElements, result);
+    }
+  }
+
   const Group group_;
   const size_t rank_;
   const size_t size_;
-  const codec::Wire wire_;
+  const codec::Format format_;
   const codec::DType dtype_;
   const float scale_;
   const ChunkLayout layout_;
   const size_t chunkBytes_;
   const at::Tensor flat_;
+  const at::Tensor residual_;
+  const at::Tensor resultResidual_;
+  // With error feedback: the own chunk's sum in fp32.
+  at::Tensor sum_;
   at::Tensor outgoing_;
   at::Tensor incoming_;
   at::Tensor own_;
@@ -177,6 +211,9 @@ class StreamRailExchange final : public StreamOperation {
       Bucket between = bucket;
       between.flat = sum_;
       between.operation.rails = nullptr;
+      if (between.residual.defined()) {
+        between.residual = bucket.residual.narrow(0, begin(place_), numElements(place_));
+      }
       between_ = std::make_unique<StreamExchange>(rails_->railGroup, between);
     }
   }

@@ -11,6 +11,7 @@ from baguarun.comm.algorithms.decentralized import Decentralized
 from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
+from baguarun.comm.algorithms.sparse import Sparse
 from baguarun.comm.algorithms.stepper import (
     PendingExchange,
     PendingReduction,
@@ -35,6 +36,7 @@ __all__ = [
     "PendingReduction",
     "StepContext",
     "Stepper",
+    "Sparse",
     "Wire",
     "require_range",
     "resolve",
@@ -43,6 +45,7 @@ __all__ = [
 _KINDS: tuple[type[Algorithm], ...] = (
     GradientAllReduce,
     ByteGrad,
+    Sparse,
     Decentralized,
     LocalSGD,
     DiLoCo,

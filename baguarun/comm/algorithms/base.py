@@ -36,7 +36,7 @@ class Wire(enum.Enum):
     SIGN1 = "SIGN1"
     """The sign of each number, and the mean magnitude of each block of 2048. Biased: wants error feedback."""
     TOPK = "TOPK"
-    """The 20 numbers of greatest magnitude of each block of 2048. Biased: wants error feedback."""
+    """The `keep` numbers of greatest magnitude of each block of 2048. Biased: wants error feedback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,11 @@ class Operation:
     """Read by SCATTER_REDUCE_GATHER only."""
     average: bool = True
     """Divide the sum by the number of ranks."""
+    keep: int = 20
+    """Read by Wire.TOPK only: how many of each 2048 numbers travel, 1 to 256."""
+    error_feedback: bool = False
+    """What an encoding loses, of contributions and of results, is added to the next step's numbers. Wants a
+    wire that loses something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,9 @@ class Algorithm(ABC):
 
 WIRE_OF_DTYPE = {torch.float32: Wire.F32, torch.float16: Wire.F16, torch.bfloat16: Wire.BF16}
 """Types that the codecs read and write; others (float64, integers) are all-reduced in their own type."""
+
+BLOCK_WIRES = frozenset({Wire.MINMAX8, Wire.MINMAX4, Wire.SIGN1, Wire.TOPK})
+"""Wires in which a number's neighbours in the bucket matter."""
 
 
 def full_precision(dtype: torch.dtype, device: torch.device, average: bool) -> Operation:

@@ -26,6 +26,8 @@ class ByteGrad(Algorithm):
 
     average: bool = True
     """Divide the sum by the number of ranks."""
+    error_feedback: bool = False
+    """Add what 8 bits lose in one step to the gradients of the next. Costs 4 bytes per number."""
     hierarchical: Hierarchical = "auto"
     """Sum up inside the node, and compress between nodes only. "auto": where several nodes have several
     workers."""
@@ -36,7 +38,12 @@ class ByteGrad(Algorithm):
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
         if dtype not in WIRE_OF_DTYPE:
             return full_precision(dtype, device, self.average)
-        return Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=Wire.MINMAX8, average=self.average)
+        return Operation(
+            kind=OperationKind.SCATTER_REDUCE_GATHER,
+            wire=Wire.MINMAX8,
+            average=self.average,
+            error_feedback=self.error_feedback,
+        )
 
     def hierarchy(self) -> Hierarchical:
         return self.hierarchical

@@ -1,0 +1,134 @@
+"""The scatter-reduce-gather with error feedback in plain torch, all ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.extension import load_extension
+from tests.comm.models import gathered_gradients
+
+CHUNK_ALIGN, BLOCK = 16, 2048
+
+Lossy = Callable[[torch.Tensor], torch.Tensor]
+"""What is left of a contiguous run of fp32 numbers after it has been encoded and decoded."""
+
+
+def top_k(keep: int) -> Lossy:
+    """The `keep` greatest magnitudes of each block, the first of equal ones, in plain torch."""
+
+    def lossy(numbers: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros_like(numbers)
+        for here, there in zip(numbers.split(BLOCK), kept.split(BLOCK), strict=True):
+            places = here.abs().sort(descending=True, stable=True).indices[: -(-keep * here.numel() // BLOCK)]
+            there[places] = here[places]
+        return kept
+
+    return lossy
+
+
+def through_codec(wire_name: str) -> Lossy:
+    """By the codec itself, which has plain references of its own."""
+    codec = load_extension()
+    wire = getattr(codec.Wire, wire_name)
+
+    def lossy(numbers: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = codec.decode(codec.encode(numbers, wire), wire, numbers.numel(), torch.float32)
+        return result
+
+    return lossy
+
+
+class PlainExchange:
+    """What one model's engine does with the gradients of all ranks, round by round."""
+
+    def __init__(
+        self, lossy: Lossy, world_size: int, *, feedback: bool = True, new_plan_after_first: bool = True
+    ) -> None:
+        self.lossy = lossy
+        self.world_size = world_size
+        self.feedback = feedback
+        self.new_plan_after_first = new_plan_after_first
+        self.rounds = 0
+        self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(world_size)]
+        self.result_residuals: list[list[torch.Tensor]] = []
+
+    def average(
+        self, gradients: dict[str, list[torch.Tensor]], plan: Sequence[Sequence[str]]
+    ) -> dict[str, torch.Tensor]:
+        """By name: what every rank ends with. `gradients` are by name and rank, `plan` is names by bucket."""
+        if self.rounds == 0 or (self.rounds == 1 and self.new_plan_after_first):
+            self.result_residuals = [[] for _ in plan]
+        self.rounds += 1
+        results: dict[str, torch.Tensor] = {}
+        for bucket, names in enumerate(plan):
+            flats = [self._contribution(gradients, names, rank) for rank in range(self.world_size)]
+            found = self._exchange(flats, bucket)
+            for rank, (flat, sent) in enumerate(zip(flats, found[0], strict=True)):
+                self._keep(flat - sent, gradients, names, rank)
+            sizes = [gradients[name][0].numel() for name in names]
+            results.update(zip(names, found[1].split(sizes), strict=True))
+        return results
+
+    def _contribution(
+        self, gradients: dict[str, list[torch.Tensor]], names: Sequence[str], rank: int
+    ) -> torch.Tensor:
+        owed = self.residuals[rank]
+        parts = []
+        for name in names:
+            own = gradients[name][rank].reshape(-1).float()
+            parts.append(own + owed[name] if name in owed else own)
+        return torch.cat(parts)
+
+    def _keep(
+        self, owed: torch.Tensor, gradients: dict[str, list[torch.Tensor]], names: Sequence[str], rank: int
+    ) -> None:
+        if self.feedback:
+            sizes = [gradients[name][rank].numel() for name in names]
+            self.residuals[rank].update(zip(names, owed.split(sizes), strict=True))
+
+    def _exchange(self, flats: list[torch.Tensor], bucket: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        share = -(-flats[0].numel() // self.world_size)
+        stride = -(-share // CHUNK_ALIGN) * CHUNK_ALIGN
+        sent: list[list[torch.Tensor]] = [[] for _ in flats]
+        results = []
+        owed: list[torch.Tensor] = []
+        for owner, pieces in enumerate(zip(*(flat.split(stride) for flat in flats), strict=True)):
+            decoded = [self.lossy(piece) for piece in pieces]
+            for rank, piece in enumerate(decoded):
+                sent[rank].append(piece)
+            total = decoded[0].clone()
+            for piece in decoded[1:]:
+                total += piece
+            total *= torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+            if self.result_residuals[bucket] and self.feedback:
+                total += self.result_residuals[bucket][owner]
+            results.append(self.lossy(total))
+            owed.append(total - results[-1])
+        self.result_residuals[bucket] = owed
+        return [torch.cat(parts) for parts in sent], torch.cat(results)
+
+
+def plan_names(model: DistributedDataParallel) -> list[list[str]]:
+    names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+    engine: Any = model._session._engine
+    return [[names[index] for index in bucket] for bucket in engine.plan()]
+
+
+def local_gradients(
+    model: DistributedDataParallel, backward: Callable[[nn.Module], None]
+) -> dict[str, list[torch.Tensor]]:
+    """By name and rank, computed by plain torch; every parameter must get one."""
+    found = gathered_gradients(model.module, backward)
+    return {name: [each for each in ranks if each is not None] for name, ranks in found.items()}
+
+
+def assert_result(model: DistributedDataParallel, expected: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    for name, parameter in model.module.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.equal(parameter.grad.reshape(-1), expected[name].to(parameter.dtype)), name

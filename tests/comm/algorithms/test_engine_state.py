@@ -1,0 +1,147 @@
+"""Training goes on from a checkpoint as if it had not stopped."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.algorithms import Algorithm, ByteGrad, Sparse
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
+from tests.comm.algorithms.simulation import Net, backward, weights_of
+from tests.comm.models import assert_same_on_all_ranks
+from tests.comm.ranks import run_ranks
+
+STEPS = 10
+ALGORITHMS: list[Algorithm] = [Sparse(density=0.1), ByteGrad(error_feedback=True), ByteGrad()]
+
+
+def make(algorithm: Algorithm) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    net = Net(torch.float32)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    model = DistributedDataParallel(
+        net, optimizers=[optimizer], algorithm=algorithm, find_unused_parameters=True, bucket_cap_mb=0.0005
+    )
+    return model, optimizer
+
+
+def steps(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        backward(model, dist.get_rank(), step, 0, torch.float32)
+        optimizer.step()
+
+
+def save(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    torch.save([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()], path)
+
+
+def load(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    weights, stepped, owed = torch.load(path)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(stepped)
+    model.load_algorithm_state_dict(owed)
+
+
+def checkpoint(folder: Path, cut: int) -> Path:
+    return folder / f"{cut}_{dist.get_rank()}.pt"
+
+
+def train_and_save(folder: Path, which: int, cuts: list[int]) -> list[float]:
+    model, optimizer = make(ALGORITHMS[which])
+    done = 0
+    for cut in [*cuts, STEPS]:
+        steps(model, optimizer, done, cut)
+        save(model, optimizer, checkpoint(folder, cut))
+        done = cut
+    assert_same_on_all_ranks(list(model.module.parameters()))
+    return weights_of(model.module).tolist()
+
+
+def load_and_train(folder: Path, which: int, cuts: list[int]) -> list[list[float]]:
+    ends = []
+    for cut in cuts:
+        model, optimizer = make(ALGORITHMS[which])
+        load(model, optimizer, checkpoint(folder, cut))
+        steps(model, optimizer, cut, STEPS)
+        ends.append(weights_of(model.module).tolist())
+    return ends
+
+
+@pytest.mark.parametrize("which", range(len(ALGORITHMS)))
+def test_a_resumed_run_ends_with_the_same_bits_as_one_that_went_through(which: int, tmp_path: Path) -> None:
+    # After the first step the order of buckets is known but not yet taken.
+    cuts = [1, 2, 4, 5]
+    through = run_ranks(train_and_save, 3, tmp_path, which, cuts)
+    for rank, ends in enumerate(run_ranks(load_and_train, 3, tmp_path, which, cuts)):
+        assert all(end == through[rank] for end in ends), [end == through[rank] for end in ends]
+
+
+def forget_the_residuals(folder: Path) -> bool:
+    model, optimizer = make(ALGORITHMS[0])
+    weights, stepped, _owed = torch.load(checkpoint(folder, 5))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(stepped)
+    steps(model, optimizer, 5, STEPS)
+    through, _, _ = torch.load(checkpoint(folder, STEPS))
+    return torch.equal(model.state_dict()["module.first.weight"], through["module.first.weight"])
+
+
+def test_without_the_algorithms_state_it_would_not(tmp_path: Path) -> None:
+    run_ranks(train_and_save, 2, tmp_path, 0, [5])
+    assert run_ranks(forget_the_residuals, 2, tmp_path) == [False, False]
+
+
+def load_into_another_place(folder: Path) -> list[str]:
+    model, optimizer = make(ALGORITHMS[0])
+    owed = torch.load(folder / "5_1.pt")[2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_algorithm_state_dict(owed)
+    steps(model, optimizer, 5, 8)
+    assert_same_on_all_ranks(list(model.module.parameters()))
+    return [str(each.message) for each in caught if "given up" in str(each.message)]
+
+
+def test_residuals_of_another_rank_or_world_are_given_up_with_a_warning(tmp_path: Path) -> None:
+    run_ranks(train_and_save, 3, tmp_path, 0, [5])
+    for rank, messages in enumerate(run_ranks(load_into_another_place, 2, tmp_path)):
+        assert messages == [
+            f"the algorithm's state is of rank 1 of 3, this is rank {rank} of 2: what error feedback had "
+            "left to send is given up"
+        ]
+    (alone,) = run_ranks(load_into_another_place, 1, tmp_path)
+    assert alone == [
+        "sparse: the residuals in the state are given up (World of one, or an algorithm without)"
+    ]
+
+
+def wrong_states() -> list[str]:
+    def state_of(module: nn.Module) -> tuple[DistributedDataParallel, dict[str, Any]]:
+        model = DistributedDataParallel(module, algorithm="sparse")
+        file = io.BytesIO()
+        torch.save(model.algorithm_state_dict(), file)
+        file.seek(0)
+        return model, torch.load(file)
+
+    model, _ = state_of(nn.Linear(8, 8))
+    messages = []
+    for other in (nn.Linear(8, 8, bias=False), nn.Linear(8, 9)):
+        with pytest.raises(UsageError) as caught:
+            model.load_algorithm_state_dict(state_of(other)[1])
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_the_state_of_another_model_is_refused_by_name() -> None:
+    for names, sizes in run_ranks(wrong_states, 2):
+        assert "the algorithm's state is of another model: bias in one of them only" in names
+        assert "owes 72 numbers of 'weight'; want 64" in sizes
