@@ -39,7 +39,7 @@ def load_engine_state(
     """Go on from there. Collective: the order is rank 0's.
 
     What another rank owes, or a rank of another World, is given up with a warning. Raises `UsageError` for
-    the state of another model.
+    the state of another model or another stage of training.
     """
     index_of = {name: index for index, (name, _) in enumerate(parameters)}
     if sorted(state["order"]) != sorted(index_of):
@@ -80,7 +80,7 @@ def _residuals(
             wanted = parameter.numel() if own.numel() else "no"
             raise UsageError(
                 f"the algorithm's state owes {residual.numel()} numbers of '{name}'; want {wanted} (the same "
-                "model and settings)"
+                "model and settings, and the optimizers' state loaded before)"
             )
         found.append(residual)
     return found

@@ -17,6 +17,7 @@ from baguarun.comm import timeline
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, Operation, OperationKind
+from baguarun.comm.algorithms.stages import StagedEngine
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
@@ -95,6 +96,7 @@ class DataParallelSession:
         self._last_forward_synced = True
         self._micro_batch: MicroBatch | None = None
         self._engine: Any = None
+        self._staged: StagedEngine | None = None
         self._stepper: Stepper | None = None
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
@@ -106,6 +108,7 @@ class DataParallelSession:
         parameters = trainable_parameters(module)
         self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
+        self._stages = algorithm.make_stages(parameters, optimizers)
         parent = _require_group(process_group)
         algorithm.check(read_worker_env())
         timeline.start_if_asked()
@@ -136,6 +139,9 @@ class DataParallelSession:
         self._operation_of = operations
         if exchanged:
             self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
+        if exchanged and self._stages is not None:
+            tensors = [parameter for _, parameter in exchanged]
+            self._staged = StagedEngine(self._engine, self._stages, tensors, self._make_spec)
 
     @property
     def stepper(self) -> Stepper | None:
@@ -148,7 +154,10 @@ class DataParallelSession:
             self._boundary.before_forward()
         syncing = torch.is_grad_enabled() and self._sync_gradients
         if torch.is_grad_enabled() and self._engine is not None:
-            self._engine.before_forward(self._begins_round() and self._sends_gradients())
+            begins_round = self._begins_round()
+            self._engine.before_forward(begins_round and self._sends_gradients())
+            if begins_round and self._staged is not None:
+                self._staged.enter()
         if self._buffers and self._shares_buffers_before(syncing):
             self._broadcast(self._buffers)
         if torch.is_grad_enabled() and self._stepper is not None:
@@ -256,8 +265,9 @@ class DataParallelSession:
 
     def _keeps_engine_state(self) -> bool:
         """Whether the result of a step depends on what the engine has seen: blocks, or what is owed."""
-        return self._engine is not None and any(
-            operation.wire in BLOCK_WIRES for operation in self._operation_of.values()
+        return self._engine is not None and (
+            self._stages is not None
+            or any(operation.wire in BLOCK_WIRES for operation in self._operation_of.values())
         )
 
     def _load_engine_state(self, state: dict[str, Any]) -> None:
@@ -268,6 +278,8 @@ class DataParallelSession:
                 stacklevel=4,
             )
             return
+        if self._staged is not None:
+            self._staged.enter()
         load_engine_state(load_extension(), self._engine, self._exchanged, self._group, state)
 
     def _sends_gradients(self) -> bool:
@@ -307,10 +319,7 @@ class DataParallelSession:
         operations: Mapping[torch.dtype, Operation],
         arena_bytes: int,
     ) -> Any:
-        specs = {dtype: operation_spec(operation) for dtype, operation in operations.items()}
-        if self._rails is not None:
-            for spec in specs.values():
-                spec.exchange_by_rail(self._rails.for_engine(extension))
+        specs = {dtype: self._make_spec(operation) for dtype, operation in operations.items()}
         total_bytes = sum(parameter.nbytes for _, parameter in parameters)
         world_size = dist.get_world_size(self._group)
         cap_mb = self.settings.bucket_cap_mb
@@ -327,9 +336,17 @@ class DataParallelSession:
             ),
         )
 
+    def _make_spec(self, operation: Operation) -> Any:
+        spec = operation_spec(operation)
+        if self._rails is not None:
+            spec.exchange_by_rail(self._rails.for_engine(load_extension()))
+        return spec
+
     def _declare(self, module: nn.Module) -> Declaration:
         settings = [("algorithm", repr(self.algorithm))]
         settings += [(name, repr(value)) for name, value in dataclasses.asdict(self.settings).items()]
+        if self._stages is not None:
+            settings.append(("optimizers", self._stages.describe()))
         tensors = named_forms(module.named_parameters()) + named_forms(module.named_buffers())
         return Declaration(settings=tuple(settings), tensors=tuple(tensors))
 

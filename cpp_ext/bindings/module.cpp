@@ -176,6 +176,15 @@ std::shared_ptr<Engine> makeEngine(
   return Engine::create(std::move(named), group, settings);
 }
 
+void setMomentum(Engine& engine, const std::vector<at::Tensor>& averages, const std::vector<double>& betas,
+                 double lossScale) {
+  std::vector<engine::Momentum> momentum;
+  for (size_t index = 0; index < averages.size(); ++index) {
+    momentum.push_back({averages[index], betas.at(index)});
+  }
+  engine.setMomentum(momentum, lossScale);
+}
+
 void bindEngineState(py::module_& module) {
   using engine::EngineState;
   py::class_<EngineState>(module, "EngineState")
@@ -211,6 +220,9 @@ void bindEngine(py::module_& module) {
       .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)
       .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
       .def("after_local_forward", &Engine::afterLocalForward, withoutGil)
+      .def("set_operations", &Engine::setOperations, py::arg("operations"), withoutGil)
+      .def("set_momentum", &setMomentum, py::arg("averages"), py::arg("betas"), py::arg("loss_scale"),
+           withoutGil)
       .def("state", &Engine::state, withoutGil)
       .def("load_state", &Engine::loadState, py::arg("state"), withoutGil)
       .def("needs_outputs", &Engine::needsOutputs)

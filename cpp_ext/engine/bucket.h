@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/momentum.h"
 #include "engine/rails.h"
 
 namespace baguarun::engine {
@@ -55,6 +56,8 @@ struct Bucket {
   // gradients; and what the results of this rank's own chunk owe. Else undefined.
   at::Tensor residual;
   at::Tensor resultResidual;
+  // What is done to the gradients before they are sent; null: nothing.
+  std::shared_ptr<MomentumStep> momentum;
   std::vector<size_t> parameters;
   // Gradients still missing in this round.
   size_t pending = 0;

@@ -82,6 +82,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // After a forward under no_sync: the next backward is not a round.
   void afterLocalForward();
 
+  // Between rounds, on all ranks after the same one: does something else with each parameter's gradient from
+  // now on. What was owed by error feedback is given up.
+  void setOperations(const std::vector<OperationSpec>& operations);
+  // Between rounds. By parameter, or empty for none: what to mix into its gradient before it is sent. Begins
+  // and ends with the next setOperations; in between it replaces what is mixed, from the next round on.
+  void setMomentum(const std::vector<Momentum>& momentum, double lossScale);
+
   // Between rounds; copies.
   EngineState state();
   // Between rounds, collective: takes rank 0's order, and this rank's residuals if there are any.
@@ -107,6 +114,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     at::Tensor view;
     // With error feedback: its part of the bucket's residual, one-dimensional, in the order of memory.
     at::Tensor residual;
+    Momentum momentum;
     // In this round: hooks still to come, and whether the gradient has been stored.
     uint32_t hooksLeft = 1;
     bool ready = false;
@@ -123,6 +131,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void placeBuckets();
   size_t numReduced(const Bucket& bucket) const;
   void placeResiduals(Bucket& bucket);
+  void placeMomentum(Bucket& bucket);
   void moveGradientsOut();
   void adoptObservedOrder();
   std::vector<size_t> orderOfRankZero(const std::vector<size_t>& mine);
@@ -173,6 +182,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Parameters in the order of their gradients in the first round.
   std::vector<size_t> observedOrder_;
   bool orderAdopted_ = false;
+  double lossScale_ = 1;
   // Parameters that the graph does not reach.
   std::vector<size_t> unused_;
   // Ready in this round without a gradient here.

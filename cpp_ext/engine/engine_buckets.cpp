@@ -106,6 +106,9 @@ void Engine::placeBuckets() {
       offset += static_cast<size_t>(parameter.tensor.numel());
     }
     placeResiduals(bucket);
+    if (parameters_[bucket.parameters.front()].momentum.average.defined()) {
+      placeMomentum(bucket);
+    }
   }
 }
 
@@ -144,6 +147,19 @@ void Engine::placeResiduals(Bucket& bucket) {
       parameter.residual.copy_(before);
     }
     offset += length;
+  }
+}
+
+void Engine::placeMomentum(Bucket& bucket) {
+  if (!bucket.momentum) {
+    bucket.momentum = std::make_shared<MomentumStep>();
+  }
+  bucket.momentum->flat = bucket.flat;
+  bucket.momentum->lossScale = lossScale_;
+  bucket.momentum->pieces.clear();
+  for (const size_t index : bucket.parameters) {
+    const Parameter& parameter = parameters_[index];
+    bucket.momentum->pieces.push_back({parameter.view, parameter.momentum});
   }
 }
 

@@ -1,4 +1,4 @@
-// What a checkpoint keeps of an engine.
+// What may change between the rounds of an engine, and what a checkpoint keeps of it.
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
@@ -6,6 +6,38 @@
 #include "engine/errors.h"
 
 namespace baguarun::engine {
+
+void Engine::setMomentum(const std::vector<Momentum>& momentum, double lossScale) {
+  const std::scoped_lock lock(mutex_);
+  throwIfRunning("set_momentum");
+  TORCH_CHECK(momentum.empty() || momentum.size() == parameters_.size(), "set_momentum: ", momentum.size(),
+              " averages for ", parameters_.size(), " parameters");
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    Parameter& parameter = parameters_[index];
+    parameter.momentum = momentum.empty() ? Momentum{} : momentum[index];
+    requireFit(parameter.momentum, parameter.tensor, parameter.name);
+  }
+  lossScale_ = lossScale;
+  for (Bucket& bucket : buckets_) {
+    if (bucket.momentum && !momentum.empty()) {
+      placeMomentum(bucket);
+    }
+  }
+}
+
+void Engine::setOperations(const std::vector<OperationSpec>& operations) {
+  const std::scoped_lock lock(mutex_);
+  const at::NoGradGuard noGrad;
+  throwIfRunning("set_operations");
+  TORCH_CHECK(operations.size() == parameters_.size(), "set_operations: ", operations.size(),
+              " operations for ", parameters_.size(), " parameters");
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    parameters_[index].operation = operations[index];
+    parameters_[index].residual.reset();
+  }
+  moveGradientsOut();
+  buildBuckets(presentOrder());
+}
 
 EngineState Engine::state() {
   const std::scoped_lock lock(mutex_);

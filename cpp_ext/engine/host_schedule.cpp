@@ -71,6 +71,42 @@ class StageThread {
   std::thread thread_;
 };
 
+// Mixes momentum into the bucket before another operation sends it.
+class MomentumFirst final : public HostOperation {
+ public:
+  MomentumFirst(std::shared_ptr<const MomentumStep> momentum, std::unique_ptr<HostOperation> exchange)
+      : momentum_(std::move(momentum)), exchange_(std::move(exchange)) {}
+
+  void begin(uint32_t round) override {
+    momentum_->mix();
+    exchange_->begin(round);
+  }
+
+  void reduce() override { exchange_->reduce(); }
+
+  void complete() override {
+    exchange_->complete();
+    momentum_->restore();
+  }
+
+  void abort() override { exchange_->abort(); }
+
+  uint64_t bytesPerRound() const override { return exchange_->bytesPerRound(); }
+
+ private:
+  const std::shared_ptr<const MomentumStep> momentum_;
+  const std::unique_ptr<HostOperation> exchange_;
+};
+
+std::unique_ptr<HostOperation> operationOn(const Group& group, const Bucket& bucket,
+                                           const std::shared_ptr<BufferPool>& buffers) {
+  auto exchange = makeHostOperation(group, bucket, buffers);
+  if (!bucket.momentum) {
+    return exchange;
+  }
+  return std::make_unique<MomentumFirst>(bucket.momentum, std::move(exchange));
+}
+
 // Buckets pass through three threads: while bucket b waits for the others, b+1 is encoded and sent, and b-1
 // decoded.
 class HostSchedule final : public Schedule {
@@ -83,7 +119,7 @@ class HostSchedule final : public Schedule {
         begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
     const auto buffers = std::make_shared<BufferPool>();
     for (const Bucket& bucket : buckets) {
-      operations_.push_back(makeHostOperation(group, bucket, buffers));
+      operations_.push_back(operationOn(group, bucket, buffers));
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
     }

@@ -294,6 +294,7 @@ class StreamSchedule final : public Schedule {
         writers_(buckets.size()) {
     for (const Bucket& bucket : buckets) {
       operations_.push_back(makeStreamOperation(group, bucket));
+      momenta_.push_back(bucket.momentum);
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
     }
@@ -318,7 +319,7 @@ class StreamSchedule final : public Schedule {
       follow(writer);
     }
     writers_[index].clear();
-    run(index, labels_[index], *operations_[index]);
+    run(index, labels_[index], *operations_[index], momenta_[index].get());
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
@@ -352,7 +353,8 @@ class StreamSchedule final : public Schedule {
     ready_.block(stream_);
   }
 
-  void run(size_t index, const std::string& label, StreamOperation& operation) {
+  void run(size_t index, const std::string& label, StreamOperation& operation,
+           const MomentumStep* momentum = nullptr) {
     if (!failure_.empty()) {
       return;
     }
@@ -360,7 +362,13 @@ class StreamSchedule final : public Schedule {
     try {
       // The host's part. When the device is at it, torch.profiler shows below this span.
       const StageSpan span(tracks_[index], "enqueue");
+      if (momentum != nullptr) {
+        momentum->mix();
+      }
       operation.enqueue(stream_);
+      if (momentum != nullptr) {
+        momentum->restore();
+      }
     } catch (const std::exception& error) {
       failure_ = label + ": " + error.what();
     }
@@ -374,6 +382,8 @@ class StreamSchedule final : public Schedule {
   c10::Event ready_;
   c10::Event finished_;
   std::vector<std::unique_ptr<StreamOperation>> operations_;
+  // Per bucket; null: nothing to mix in.
+  std::vector<std::shared_ptr<const MomentumStep>> momenta_;
   std::vector<std::string> labels_;
   BucketTracks tracks_;
   // Per bucket: the streams that wrote gradients into it in this round.

@@ -11,6 +11,8 @@ from baguarun.comm.algorithms.decentralized import Decentralized
 from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
+from baguarun.comm.algorithms.qadam import QAdam
+from baguarun.comm.algorithms.qadam_optimizer import QAdamOptimizer
 from baguarun.comm.algorithms.sparse import Sparse
 from baguarun.comm.algorithms.stepper import (
     PendingExchange,
@@ -34,6 +36,8 @@ __all__ = [
     "OperationKind",
     "PendingExchange",
     "PendingReduction",
+    "QAdam",
+    "QAdamOptimizer",
     "StepContext",
     "Stepper",
     "Sparse",
@@ -46,6 +50,7 @@ _KINDS: tuple[type[Algorithm], ...] = (
     GradientAllReduce,
     ByteGrad,
     Sparse,
+    QAdam,
     Decentralized,
     LocalSGD,
     DiLoCo,

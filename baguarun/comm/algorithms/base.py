@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import nn
 
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.rails import Hierarchical
 from baguarun.contract import WorkerEnv
+
+if TYPE_CHECKING:
+    from baguarun.comm.algorithms.stages import GradientStages
 
 
 class OperationKind(enum.Enum):
@@ -75,6 +80,18 @@ class Algorithm(ABC):
     def hierarchy(self) -> Hierarchical:
         """Whether exchanges go by rail between nodes; False unless the algorithm has the setting."""
         return False
+
+    def make_stages(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> GradientStages | None:
+        """What changes the operations while `parameters` are trained by `optimizers`; None: nothing does.
+
+        May raise `UsageError` for optimizers that the algorithm cannot work with.
+        """
+        del parameters, optimizers
+        return None
 
     def check(self, env: WorkerEnv) -> None:
         """Raise `UsageError` if the algorithm cannot do what is asked in this place; any will do here."""

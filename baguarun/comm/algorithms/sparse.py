@@ -16,6 +16,7 @@ from baguarun.comm.algorithms.base import (
     full_precision,
 )
 from baguarun.comm.algorithms.stepper import require_range
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 
 _BLOCK = 2048
 _MOST_KEPT = 256
@@ -41,8 +42,12 @@ class Sparse(Algorithm):
     travels takes 6 bytes."""
     average: bool = True
     """Divide the sum by the number of ranks."""
+    hierarchical: Hierarchical = "auto"
+    """Sum up inside the node, and leave out between nodes only. "auto": where several nodes have several
+    workers."""
 
     def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
         require_range(self.name, "density", self.density, 1 / _BLOCK, _MOST_KEPT / _BLOCK)
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
@@ -55,3 +60,6 @@ class Sparse(Algorithm):
             keep=round(self.density * _BLOCK),
             error_feedback=True,
         )
+
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical

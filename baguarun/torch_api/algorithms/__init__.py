@@ -7,6 +7,7 @@ from baguarun.torch_api.algorithms import (
     bytegrad,
     decentralized,
     gradient_allreduce,
+    q_adam,
 )
 from baguarun.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 
@@ -17,12 +18,14 @@ __all__ = [
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
+    "q_adam",
 ]
 
 GlobalAlgorithmRegistry.register(
     "gradient_allreduce", gradient_allreduce.GradientAllReduceAlgorithm, "gradients averaged in full"
 )
 GlobalAlgorithmRegistry.register("bytegrad", bytegrad.ByteGradAlgorithm, "gradients averaged with 8 bits")
+GlobalAlgorithmRegistry.register("qadam", q_adam.QAdamAlgorithm, "Adam with momentum of 8 bits or 1 bit")
 GlobalAlgorithmRegistry.register(
     "decentralized", decentralized.DecentralizedAlgorithm, "weights averaged with other ranks"
 )

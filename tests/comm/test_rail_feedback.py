@@ -1,0 +1,70 @@
+"""Error feedback and momentum where exchanges go by rail: what leaves the node is what is fed back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from baguarun.comm.algorithms import Algorithm, ByteGrad, QAdam, QAdamOptimizer, Sparse
+from baguarun.comm.ddp import DistributedDataParallel
+from tests.comm.models import assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
+from tests.comm.nodes import live_on_nodes
+from tests.comm.ranks import run_ranks
+
+PLACES = [(2, 2), (3, 1), (1, 2, 2)]
+ROUNDS = 60
+
+
+def sends_all_in_the_long_run(sizes: Sequence[int], algorithm: Algorithm) -> None:
+    live_on_nodes(sizes)
+    model = DistributedDataParallel(mlp(torch.float32, width=61), algorithm=algorithm, bucket_cap_mb=0.01)
+    x = batch(model.module)
+    locals_ = gathered_gradients(model.module, lambda local: loss(local(x)).backward())
+    model.zero_grad()
+    sent = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for _ in range(ROUNDS):
+        loss(model(x)).backward()
+        for total, parameter in zip(sent, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert_same_on_all_ranks(parameter.grad)
+            total += parameter.grad / ROUNDS
+            parameter.grad = None
+    for total, name in zip(sent, dict(model.module.named_parameters()), strict=True):
+        average = torch.stack([gradients[name] for gradients in locals_]).mean(0)
+        assert (total - average).norm() < 0.15 * average.norm()
+
+
+@pytest.mark.parametrize("sizes", PLACES, ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [Sparse(density=0.1, hierarchical=True), ByteGrad(error_feedback=True, hierarchical=True)]
+)
+def test_in_the_long_run_nothing_is_lost(sizes: Sequence[int], algorithm: Algorithm) -> None:
+    run_ranks(sends_all_in_the_long_run, sum(sizes), sizes, algorithm)
+
+
+def trains(sizes: Sequence[int], hierarchical: bool) -> float:
+    live_on_nodes(sizes)
+    torch.manual_seed(0)
+    module = mlp(torch.float32, width=61)
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=5)
+    model = DistributedDataParallel(
+        module, optimizers=[optimizer], algorithm=QAdam(bits=1, hierarchical=hierarchical)
+    )
+    x = batch(module)
+    for _ in range(40):
+        optimizer.zero_grad()
+        found = loss(model(x))
+        found.backward()
+        optimizer.step()
+    for parameter in module.parameters():
+        assert_same_on_all_ranks(parameter.detach())
+    return found.item()
+
+
+@pytest.mark.parametrize("sizes", PLACES, ids=str)
+def test_qadam_learns_by_rail_as_it_does_flat(sizes: Sequence[int]) -> None:
+    by_rail = run_ranks(trains, sum(sizes), sizes, True)
+    flat = run_ranks(trains, sum(sizes), sizes, False)
+    assert sum(by_rail) < 1.3 * sum(flat)
