@@ -29,12 +29,12 @@ struct OperationSpec {
   codec::Wire wire = codec::Wire::f32;
   // Divide the sum by the number of ranks.
   bool average = true;
-  // Exchange by rail; null: among all ranks at once. Read by kScatterReduceGather only.
-  std::shared_ptr<const Rails> rails = nullptr;
   // Wire::topk: how many of each 2048 numbers travel.
   uint32_t keep = codec::Format(codec::Wire::topk).keep;
   // What an encoding loses is added to the next round's numbers, on the sender's and on the reducer's side.
   bool errorFeedback = false;
+  // Exchange by rail; null: among all ranks at once. Read by kScatterReduceGather only.
+  std::shared_ptr<const Rails> rails = nullptr;
 
   codec::Format format() const { return {wire, keep, 0}; }
 };

@@ -9,7 +9,7 @@ import torch
 
 from baguarun.comm.algorithms import Algorithm, ByteGrad, QAdam, QAdamOptimizer, Sparse
 from baguarun.comm.ddp import DistributedDataParallel
-from tests.comm.models import assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
+from tests.comm.models import assert_same_on_all_ranks, batch, expected_average, gathered_gradients, loss, mlp
 from tests.comm.nodes import live_on_nodes
 from tests.comm.ranks import run_ranks
 
@@ -26,13 +26,13 @@ def sends_all_in_the_long_run(sizes: Sequence[int], algorithm: Algorithm) -> Non
     sent = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for _ in range(ROUNDS):
         loss(model(x)).backward()
+        assert_same_on_all_ranks([parameter.grad for parameter in model.parameters()])
         for total, parameter in zip(sent, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert_same_on_all_ranks(parameter.grad)
             total += parameter.grad / ROUNDS
             parameter.grad = None
-    for total, name in zip(sent, dict(model.module.named_parameters()), strict=True):
-        average = torch.stack([gradients[name] for gradients in locals_]).mean(0)
+    for total, gradients in zip(sent, locals_.values(), strict=True):
+        average = expected_average(gradients)
+        assert average is not None
         assert (total - average).norm() < 0.15 * average.norm()
 
 
@@ -58,8 +58,7 @@ def trains(sizes: Sequence[int], hierarchical: bool) -> float:
         found = loss(model(x))
         found.backward()
         optimizer.step()
-    for parameter in module.parameters():
-        assert_same_on_all_ranks(parameter.detach())
+    assert_same_on_all_ranks([parameter.detach() for parameter in module.parameters()])
     return found.item()
 
 
