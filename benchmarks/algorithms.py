@@ -20,6 +20,8 @@ _OURS = (
     "gradient_allreduce",
     "bytegrad",
     "decentralized",
+    "low_precision_decentralized",
+    "low_precision_decentralized_4bit",
     "local_sgd",
     "diloco",
     "async_model_average",

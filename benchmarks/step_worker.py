@@ -1,8 +1,8 @@
 """One rank of the step benchmark: all contestants live in the same processes and take turns.
 
 A case is `ddp`, `ddp_fp16` or `ddp_powersgd`, all on Gloo; `alone`, which communicates nothing; or one of
-baguarun's algorithms: on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or
-`+flat` before that, by rail between nodes or not, whatever its default. Started by
+baguarun's algorithms, by name or as in `VARIANTS`: on its own transport, or, with `@gloo` behind the name,
+on Gloo; with `+rail` or `+flat` before that, by rail between nodes or not, whatever its default. Started by
 `benchmarks/step.py` with torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
 """
 
@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import baguarun
-from baguarun.comm.algorithms import ALGORITHMS, resolve
+from baguarun.comm.algorithms import ALGORITHMS, Algorithm, LowPrecisionDecentralized, resolve
 from benchmarks.harness import rotated
 
 _HIERARCHICAL = {"rail": True, "flat": False}
@@ -34,6 +34,11 @@ _WARM_UP_STEPS = 3
 # The first step of a turn finds connections that were idle while others had theirs; training does not.
 _LEAST_STEPS = 3
 _BATCH = 32
+
+VARIANTS: dict[str, Algorithm] = {
+    "low_precision_decentralized_4bit": LowPrecisionDecentralized(bits=4),
+}
+"""Contestants whose settings are not the defaults."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def wrap(
     if case == "alone":
         return model, optimizer
     name, _, transport = case.partition("@")
-    algorithm: Any = resolve(name.partition("+")[0])
+    base = name.partition("+")[0]
+    algorithm: Any = VARIANTS.get(base) or resolve(base)
     if "+" in name:
         algorithm = replace(algorithm, hierarchical=_HIERARCHICAL[name.partition("+")[2]])
     return baguarun.DistributedDataParallel(
@@ -108,8 +114,8 @@ def stepper(case: str, model_name: str, gloo: dist.ProcessGroup) -> Callable[[],
 
 def period(case: str) -> int:
     """Steps after which what a case does repeats."""
-    kind = ALGORITHMS.get(case.partition("@")[0].partition("+")[0])
-    return int(getattr(kind, "local_steps", 1))
+    name = case.partition("@")[0].partition("+")[0]
+    return int(getattr(VARIANTS.get(name) or ALGORITHMS.get(name), "local_steps", 1))
 
 
 def sent_bytes() -> float:

@@ -110,8 +110,7 @@ class DistributedDataParallel(nn.Module):
         error feedback has left to send).
 
         Empty for those that have nothing to keep. Take it after optimizer.step(); the tensors are copies. It
-        is the same on all ranks but for "engine", of which each rank keeps its own, and for
-        async_model_average's, which goes with the rank's own weights.
+        is the same on all ranks, unless docs/algorithms.md says that it is each rank's own.
         """
         return self._session.algorithm_state_dict()
 

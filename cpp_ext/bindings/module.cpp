@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings/backend.h"
+#include "bindings/exchanges.h"
 #include "bindings/timeline.h"
 #include "codec/codec.h"
 #include "engine/engine.h"
@@ -241,6 +242,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindOperations(module);
   bindings::bindEngineState(module);
   bindings::bindEngine(module);
+  bindings::bindExchanges(module);
   bindings::bindBackend(module);
   bindings::bindTimeline(module);
   module.def(

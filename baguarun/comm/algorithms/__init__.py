@@ -11,6 +11,7 @@ from baguarun.comm.algorithms.decentralized import Decentralized
 from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
+from baguarun.comm.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from baguarun.comm.algorithms.qadam import QAdam
 from baguarun.comm.algorithms.qadam_optimizer import QAdamOptimizer
 from baguarun.comm.algorithms.sparse import Sparse
@@ -32,6 +33,7 @@ __all__ = [
     "DiLoCo",
     "GradientAllReduce",
     "LocalSGD",
+    "LowPrecisionDecentralized",
     "Operation",
     "OperationKind",
     "PendingExchange",
@@ -52,6 +54,7 @@ _KINDS: tuple[type[Algorithm], ...] = (
     Sparse,
     QAdam,
     Decentralized,
+    LowPrecisionDecentralized,
     LocalSGD,
     DiLoCo,
     AsyncModelAverage,

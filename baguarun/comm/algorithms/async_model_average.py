@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
-from baguarun.comm.algorithms.stepper import Pending, PendingReduction, StepContext, Stepper, require_range
+from baguarun.comm.algorithms.stepper import (
+    Pending,
+    PendingReduction,
+    StepContext,
+    Stepper,
+    finish_at_exit,
+    require_range,
+)
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
@@ -98,7 +102,7 @@ class AsyncStepper(Stepper):
         self._counted_steps = 0
         self._counted_s = 0.0
         self._boundary_ended_at = clock()
-        _finish_at_exit(self)
+        finish_at_exit(self, AsyncStepper.pause)
 
     def sends_gradients(self) -> bool:
         return self.steps < self._settings.warmup_steps
@@ -199,19 +203,3 @@ class AsyncStepper(Stepper):
             self.context.weights.buffers, averages, self._snapshot, strict=True
         ):
             mine.add_(average.sub_(snapshot))
-
-
-def _finish_at_exit(stepper: AsyncStepper) -> None:
-    """Have the process stay until the round under way has ended: slower ranks still need its part.
-
-    Not after an error, which ends the others' rounds too.
-    """
-    this = weakref.ref(stepper)
-
-    def finish() -> None:
-        stepper = this()
-        if stepper is not None and not hasattr(sys, "last_value"):
-            stepper.pause()
-
-    atexit.register(finish)
-    weakref.finalize(stepper, atexit.unregister, finish)

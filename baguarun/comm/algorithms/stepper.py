@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import sys
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -190,6 +193,25 @@ class PendingExchange:
                 _call(work.wait)
         self._flight.end()
         return self._received
+
+
+_Stepper = TypeVar("_Stepper", bound=Stepper)
+
+
+def finish_at_exit(stepper: _Stepper, finish: Callable[[_Stepper], None]) -> None:
+    """Have the process stay until `finish(stepper)` has returned: slower ranks still need this one's part.
+
+    Not after an error, which ends the others' exchanges too, nor once the groups are destroyed.
+    """
+    this = weakref.ref(stepper)
+
+    def finish_it() -> None:
+        stepper = this()
+        if stepper is not None and dist.is_initialized() and not hasattr(sys, "last_value"):
+            finish(stepper)
+
+    atexit.register(finish_it)
+    weakref.finalize(stepper, atexit.unregister, finish_it)
 
 
 def require_range(algorithm: str, field: str, value: float, low: float, high: float | None = None) -> None:

@@ -30,5 +30,10 @@ GlobalAlgorithmRegistry.register(
     "decentralized", decentralized.DecentralizedAlgorithm, "weights averaged with other ranks"
 )
 GlobalAlgorithmRegistry.register(
+    "low_precision_decentralized",
+    decentralized.LowPrecisionDecentralizedAlgorithm,
+    "changes of weights sent to two neighbours with 8 bits",
+)
+GlobalAlgorithmRegistry.register(
     "async", async_model_average.AsyncModelAverageAlgorithm, "weights averaged in the background"
 )

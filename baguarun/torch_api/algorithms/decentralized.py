@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baguarun.comm.algorithms import Decentralized
+from baguarun.comm.algorithms import Decentralized, LowPrecisionDecentralized
 
-__all__ = ["DecentralizedAlgorithm"]
+__all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
 
 
 def DecentralizedAlgorithm(
@@ -21,3 +21,15 @@ def DecentralizedAlgorithm(
         peer_selection_mode=peer_selection_mode,
         communication_interval=communication_interval,
     )
+
+
+def LowPrecisionDecentralizedAlgorithm(
+    hierarchical: bool | None = None, communication_interval: int = 1
+) -> LowPrecisionDecentralized:
+    """Sends changes of the weights with 8 bits each to the two neighbours on a ring, after the step.
+
+    Bagua's default is `hierarchical=True`; here it is None, a ring of all ranks for the time being. Asking
+    for True on several nodes with several workers each is refused at construction until it is there. Two
+    ranks mix by halves, not by thirds.
+    """
+    return LowPrecisionDecentralized(hierarchical=hierarchical, communication_interval=communication_interval)
