@@ -24,6 +24,7 @@ _OURS = (
     "low_precision_decentralized_4bit",
     "local_sgd",
     "diloco",
+    "diloco_int8",
     "async_model_average",
 )
 _BY_RAIL = (

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "engine/difference_exchange.h"
+#include "engine/tensor_reduction.h"
 
 namespace py = pybind11;
 
@@ -12,6 +13,7 @@ namespace baguarun::bindings {
 
 using engine::DifferenceExchange;
 using engine::Replica;
+using engine::TensorReduction;
 
 namespace {
 
@@ -37,6 +39,12 @@ void bindExchanges(py::module_& module) {
       .def("start", &DifferenceExchange::start, withoutGil)
       .def("wait", &DifferenceExchange::wait, withoutGil)
       .def("bytes_per_round", &DifferenceExchange::bytesPerRound);
+  py::class_<TensorReduction>(module, "TensorReduction")
+      .def(py::init<const engine::Group&, const std::vector<at::Tensor>&, const engine::OperationSpec&,
+                    uint32_t>(),
+           py::arg("group"), py::arg("tensors"), py::arg("operation"), py::arg("round"), withoutGil)
+      .def("wait", &TensorReduction::wait, withoutGil)
+      .def("bytes", &TensorReduction::bytes);
   module.def(
       "checksum",
       [](const std::vector<at::Tensor>& tensors) {

@@ -8,12 +8,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from baguarun.comm.algorithms.base import Algorithm, Operation
-from baguarun.comm.algorithms.stepper import Pending, StepContext, Stepper, require_range
+from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
+from baguarun.comm.algorithms.coded import start_coded_average
+from baguarun.comm.algorithms.stepper import (
+    Pending,
+    StepContext,
+    Stepper,
+    finish_at_exit,
+    require_range,
+)
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
-_WIRES = {"fp32": None, "bf16": torch.bfloat16}
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.float32}
+"""What changes are converted to before they are sent, or coded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,8 @@ class DiLoCo(Algorithm):
     outer_momentum: float = 0.9
     """The paper's; 0 is plain SGD, which with outer_lr=1 is an average of the weights."""
     wire: str = "fp32"
-    """What changes travel as: fp32 (float64 as it is), or bf16, which the backend sums in bf16."""
+    """What changes travel as: fp32 (float64 as it is); bf16, which the backend sums in bf16; or int8, on a
+    grid of 255 steps for each 2048 numbers, coded twice and summed in fp32."""
     fragments: int = 1
     """Parts of the model that take turns, local_steps / fragments steps apart: lower peaks on the wire."""
     delay_steps: int = 0
@@ -116,6 +125,7 @@ class _Outer(Stepper):
         self._settings = settings
         pieces = [buffer.tensor_split(settings.fragments) for buffer in context.weights.buffers]
         self._fragments = [_Fragment(local) for local in zip(*pieces, strict=True)]
+        finish_at_exit(self, _Outer.finish)
 
     def shares_buffers(self) -> bool:
         return self.steps % self._settings.local_steps == 0
@@ -127,9 +137,20 @@ class _Outer(Stepper):
             # The last fragment's turn comes at multiples of local_steps.
             turn = self.steps - (index + 1) * (every // len(self._fragments))
             if turn >= 0 and turn % every == 0:
-                fragment.pending = self.average(fragment.change(_WIRES[self._settings.wire]))
+                fragment.pending = self._start(fragment)
             if turn >= delay and (turn - delay) % every == 0:
                 fragment.apply(self._settings)
+
+    def finish(self) -> None:
+        """Wait for what is under way; it is applied in its turn."""
+        for fragment in self._fragments:
+            fragment.average_change()
+
+    def _start(self, fragment: _Fragment) -> Pending:
+        change = fragment.change(_WIRES[self._settings.wire])
+        if self._settings.wire == "int8" and change:
+            return start_coded_average(self, change, Wire.MINMAX8)
+        return self.average(change)
 
     def state_dict(self) -> dict[str, Any]:
         fragments = []

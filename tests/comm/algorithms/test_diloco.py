@@ -92,12 +92,9 @@ def test_fragments_take_turns_and_each_is_equal_on_all_ranks_after_its_own() -> 
             assert row[second].any() == (step % 4 != 3), step
 
 
-def train_on_bf16_wire() -> torch.Tensor:
-    return train(DiLoCo(local_steps=3, wire="bf16"), 9)
-
-
-def test_bf16_on_the_wire_stays_close_and_replicas_bit_identical() -> None:
-    found = run_for_tensors(train_on_bf16_wire, 3)
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_shorter_wire_stays_close_and_replicas_bit_identical(wire: str) -> None:
+    found = run_for_tensors(train, 3, DiLoCo(local_steps=3, wire=wire), 9)
     expected = simulate(3, 9, after_step=PlainOuter(DiLoCo(local_steps=3)))
     for step in (2, 5, 8):
         assert all(torch.equal(found[0][step], other[step]) for other in found[1:])
@@ -107,9 +104,11 @@ def test_bf16_on_the_wire_stays_close_and_replicas_bit_identical() -> None:
 
 def train_with_and_without_a_cut() -> list[list[torch.Tensor]]:
     delayed = DiLoCo(local_steps=4, delay_steps=2, keep_local=0.5, fragments=2)
+    coded = DiLoCo(local_steps=4, delay_steps=2, wire="int8")
     return [
         [train_through(DiLoCo(local_steps=3), STEPS), train_through(DiLoCo(local_steps=3), STEPS, cut=7)],
         [train_through(delayed, STEPS), train_through(delayed, STEPS, cut=5)],
+        [train_through(coded, STEPS), train_through(coded, STEPS, cut=5)],
     ]
 
 
@@ -144,7 +143,7 @@ def test_a_state_with_other_fragments_is_refused() -> None:
         ({"keep_local": -0.1}, "want 0 <= keep_local <= 1"),
         ({"local_steps": 4, "delay_steps": 4}, "want 0 <= delay_steps <= 3"),
         ({"local_steps": 10, "fragments": 3}, "fragments=3 does not divide local_steps=10"),
-        ({"wire": "int8"}, "wire='int8'; want one of fp32, bf16"),
+        ({"wire": "int4"}, "wire='int4'; want one of fp32, bf16, int8"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, Any], message: str) -> None:
