@@ -19,6 +19,7 @@ _PEERS = ("ddp_fp16", "ddp_powersgd")
 _OURS = (
     "gradient_allreduce",
     "bytegrad",
+    "power_sgd",
     "decentralized",
     "low_precision_decentralized",
     "low_precision_decentralized_4bit",

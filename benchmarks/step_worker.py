@@ -26,7 +26,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import baguarun
-from baguarun.comm.algorithms import ALGORITHMS, Algorithm, DiLoCo, LowPrecisionDecentralized, resolve
+from baguarun.comm.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    DiLoCo,
+    LowPrecisionDecentralized,
+    PowerSGD,
+    resolve,
+)
 from benchmarks.harness import rotated
 
 _HIERARCHICAL = {"rail": True, "flat": False}
@@ -38,6 +45,8 @@ _BATCH = 32
 VARIANTS: dict[str, Algorithm] = {
     "low_precision_decentralized_4bit": LowPrecisionDecentralized(bits=4),
     "diloco_int8": DiLoCo(wire="int8"),
+    # As the peer, so that turns are of compressed steps only.
+    "power_sgd": PowerSGD(start_step=2),
 }
 """Contestants whose settings are not the defaults."""
 

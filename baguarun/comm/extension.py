@@ -35,13 +35,15 @@ def load_extension() -> ModuleType:
 def operation_spec(operation: Operation) -> Any:
     """What the engine calls it."""
     extension = load_extension()
-    return extension.OperationSpec(
+    spec = extension.OperationSpec(
         kind=getattr(extension.OperationKind, operation.kind.value),
         wire=getattr(extension.Wire, operation.wire.value),
         average=operation.average,
         keep=operation.keep,
         error_feedback=operation.error_feedback,
     )
+    spec.matrix_rank = operation.matrix_rank
+    return spec
 
 
 def check_build(built_for: str, found: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from baguarun.comm import timeline
 from baguarun.comm.agreement import Declaration, named_forms, require_same
 from baguarun.comm.algorithms import Algorithm
-from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, Operation, OperationKind
+from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, EngineMemory, Operation, OperationKind
 from baguarun.comm.algorithms.stages import StagedEngine
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.boundary import StepBoundary
@@ -98,6 +98,7 @@ class DataParallelSession:
         self._engine: Any = None
         self._staged: StagedEngine | None = None
         self._stepper: Stepper | None = None
+        self._memory: EngineMemory | None = None
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
         if algorithm.exchanges_weights and not optimizers:
@@ -139,6 +140,7 @@ class DataParallelSession:
         self._operation_of = operations
         if exchanged:
             self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
+            self._memory = algorithm.make_memory(self._engine)
         if exchanged and self._stages is not None:
             tensors = [parameter for _, parameter in exchanged]
             self._staged = StagedEngine(self._engine, self._stages, tensors, self._make_spec)
@@ -230,7 +232,8 @@ class DataParallelSession:
 
     def algorithm_state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of the algorithm; taken after optimizer.step()."""
-        state = {} if self._stepper is None else self._stepper.state_dict()
+        kept = self._stepper or self._memory
+        state = {} if kept is None else kept.state_dict()
         if self._keeps_engine_state():
             state["engine"] = take_engine_state(self._engine, self._exchanged, self._group)
         return state
@@ -241,13 +244,14 @@ class DataParallelSession:
         of_engine = state.pop("engine", None)
         if of_engine is not None:
             self._load_engine_state(of_engine)
-        if self._stepper is None and state:
+        kept = self._stepper or self._memory
+        if kept is None and state:
             raise UsageError(
                 f"{self.algorithm.name} keeps no state here (World of one, or an algorithm without); "
                 f"found {', '.join(sorted(state))}"
             )
-        if self._stepper is not None:
-            self._stepper.load_state_dict(state)
+        if kept is not None:
+            kept.load_state_dict(state)
 
     def _begins_round(self) -> bool:
         """Whether this forward is the first of those that end in a communicating backward.

@@ -147,7 +147,8 @@ void bindCodec(py::module_& module) {
 void bindOperations(py::module_& module) {
   py::enum_<OperationKind>(module, "OperationKind")
       .value("ALL_REDUCE", OperationKind::kAllReduce)
-      .value("SCATTER_REDUCE_GATHER", OperationKind::kScatterReduceGather);
+      .value("SCATTER_REDUCE_GATHER", OperationKind::kScatterReduceGather)
+      .value("POWER_SGD", OperationKind::kPowerSgd);
   py::class_<OperationSpec>(module, "OperationSpec")
       .def(py::init<OperationKind, codec::Wire, bool, uint32_t, bool>(), py::kw_only(), py::arg("kind"),
            py::arg("wire"), py::arg("average"), py::arg("keep"), py::arg("error_feedback"))
@@ -156,6 +157,7 @@ void bindOperations(py::module_& module) {
       .def_readonly("average", &OperationSpec::average)
       .def_readonly("keep", &OperationSpec::keep)
       .def_readonly("error_feedback", &OperationSpec::errorFeedback)
+      .def_readwrite("matrix_rank", &OperationSpec::matrixRank)
       .def("exchange_by_rail", [](OperationSpec& spec, const engine::Rails& rails) {
         spec.rails = std::make_shared<engine::Rails>(rails);
       });
@@ -226,6 +228,8 @@ void bindEngine(py::module_& module) {
            withoutGil)
       .def("state", &Engine::state, withoutGil)
       .def("load_state", &Engine::loadState, py::arg("state"), withoutGil)
+      .def("compress_after", &Engine::compressAfter, py::arg("rounds"), withoutGil)
+      .def("low_rank_tensors", &Engine::lowRankTensors, withoutGil)
       .def("needs_outputs", &Engine::needsOutputs)
       .def("stats", &Engine::stats, withoutGil)
       .def("plan", &Engine::plan, withoutGil);

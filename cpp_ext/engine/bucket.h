@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/low_rank.h"
 #include "engine/momentum.h"
 #include "engine/rails.h"
 
@@ -20,6 +21,8 @@ enum class OperationKind {
   // Every rank receives its chunk from all others, reduces it in rank order in fp32, and sends the result to
   // all.
   kScatterReduceGather,
+  // Matrices as the products of a few vectors, with error feedback (low_rank_exchange.h).
+  kPowerSgd,
 };
 
 // What is done with a bucket. An algorithm in Python chooses one per dtype.
@@ -33,6 +36,8 @@ struct OperationSpec {
   uint32_t keep = codec::Format(codec::Wire::topk).keep;
   // What an encoding loses is added to the next round's numbers, on the sender's and on the reducer's side.
   bool errorFeedback = false;
+  // kPowerSgd: pairs of vectors per matrix.
+  size_t matrixRank = 0;
   // Exchange by rail; null: among all ranks at once. Read by kScatterReduceGather only.
   std::shared_ptr<const Rails> rails = nullptr;
 
@@ -58,6 +63,8 @@ struct Bucket {
   at::Tensor resultResidual;
   // What is done to the gradients before they are sent; null: nothing.
   std::shared_ptr<MomentumStep> momentum;
+  // kPowerSgd only.
+  LowRankBucket lowRank;
   std::vector<size_t> parameters;
   // Gradients still missing in this round.
   size_t pending = 0;

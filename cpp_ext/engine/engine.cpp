@@ -73,12 +73,16 @@ Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettin
     : group_(std::move(group)),
       settings_(settings),
       device_(parameters.at(0).tensor.device()),
+      firstCompressedRound_(std::make_shared<std::atomic<uint32_t>>(0)),
       learning_(settings.staticGraph) {
   for (NamedParameter& parameter : parameters) {
     Parameter& added = parameters_.emplace_back();
     added.name = std::move(parameter.name);
     added.tensor = std::move(parameter.tensor);
     added.operation = parameter.operation;
+    if (added.operation.kind == OperationKind::kPowerSgd) {
+      added.lowRank = makeLowRankMatrix(added.tensor, added.operation.matrixRank);
+    }
   }
   usedHere_ = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
   usedAnywhere_ = at::zeros_like(usedHere_, usedHere_.options().device(device_));

@@ -13,12 +13,14 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "engine/bucket.h"
@@ -93,6 +95,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineState state();
   // Between rounds, collective: takes rank 0's order, and this rank's residuals if there are any.
   void loadState(const EngineState& state);
+  // kPowerSgd. Between rounds, on all ranks alike: compress after `rounds` more rounds.
+  void compressAfter(uint32_t rounds);
+  // kPowerSgd. Between rounds: residual and vectors (low_rank.h) of each compressed parameter, in the order
+  // of the parameters; what the engine itself reads and writes.
+  std::vector<std::pair<at::Tensor, at::Tensor>> lowRankTensors();
 
   bool needsOutputs() const;
   EngineStats stats();
@@ -115,6 +122,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     // With error feedback: its part of the bucket's residual, one-dimensional, in the order of memory.
     at::Tensor residual;
     Momentum momentum;
+    LowRankMatrix lowRank;
     // In this round: hooks still to come, and whether the gradient has been stored.
     uint32_t hooksLeft = 1;
     bool ready = false;
@@ -132,6 +140,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   size_t numReduced(const Bucket& bucket) const;
   void placeResiduals(Bucket& bucket);
   void placeMomentum(Bucket& bucket);
+  void placeLowRank(Bucket& bucket);
   void moveGradientsOut();
   void adoptObservedOrder();
   std::vector<size_t> orderOfRankZero(const std::vector<size_t>& mine);
@@ -167,6 +176,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Bucket> buckets_;
   // Bytes that the ranks of one host share, on all of them or undefined on all. Every plan uses it anew.
   at::Tensor arena_;
+  // Read by the schedule.
+  const std::shared_ptr<std::atomic<uint32_t>> firstCompressedRound_;
   std::unique_ptr<Schedule> schedule_;
   // Forwards whose backward is still to be a round.
   uint32_t armed_ = 0;

@@ -106,6 +106,7 @@ void Engine::placeBuckets() {
       offset += static_cast<size_t>(parameter.tensor.numel());
     }
     placeResiduals(bucket);
+    placeLowRank(bucket);
     if (parameters_[bucket.parameters.front()].momentum.average.defined()) {
       placeMomentum(bucket);
     }

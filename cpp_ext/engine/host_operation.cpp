@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "engine/errors.h"
+#include "engine/low_rank_exchange.h"
 #include "engine/rail_exchange.h"
 #include "engine/ranges.h"
 #include "engine/transfers.h"
@@ -136,6 +137,39 @@ bool isWhole(const Group& group, const Bucket& bucket) {
   return isBaguanet(group) && isPlain(bucket.operation.wire, dtype) && (dtype == at::kFloat || bucket.shared);
 }
 
+// The average of an fp32 buffer of its own.
+std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor& buffer, size_t index) {
+  Bucket vectors;
+  vectors.index = index;
+  vectors.flat = buffer;
+  vectors.bytes = buffer.nbytes();
+  vectors.operation.kind = OperationKind::kScatterReduceGather;
+  // Scratch of its own: whoever has the first exchange's needs the second's to get on.
+  return makeExchange(group, vectors, everybody(group), std::make_shared<BufferPool>());
+}
+
+std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& bucket,
+                                           const std::shared_ptr<BufferPool>& buffers) {
+  // The second exchange has the tags of a bucket that is not there.
+  constexpr size_t kSecond = kMaxBuckets / 2;
+  if (bucket.index >= kSecond) {
+    throw UsageFailure("the plan has more than " + std::to_string(kSecond) +
+                       " buckets; want a larger bucket_cap_mb");
+  }
+  const auto buffer = [](size_t elements) { return at::zeros({static_cast<int64_t>(elements)}, at::kFloat); };
+  const at::Tensor first = buffer(LowRankExchange::firstElements(bucket.lowRank));
+  const at::Tensor second = buffer(LowRankExchange::secondElements(bucket.lowRank));
+  Bucket whole = bucket;
+  whole.operation.kind = OperationKind::kScatterReduceGather;
+  whole.operation.wire = plainWire(codecType(bucket.flat.scalar_type()));
+  LowRankExchange::Exchanges exchanges{makeHostOperation(group, whole, buffers),
+                                       makeVectors(group, first, bucket.index), nullptr};
+  if (second.numel() > 0) {
+    exchanges.second = makeVectors(group, second, kSecond + bucket.index);
+  }
+  return std::make_unique<LowRankExchange>(bucket.flat, bucket.lowRank, first, second, std::move(exchanges));
+}
+
 }  // namespace
 
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
@@ -154,6 +188,8 @@ std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucke
         return std::make_unique<RailExchange>(group, bucket, buffers);
       }
       return makeExchange(group, bucket, everybody(group), buffers);
+    case OperationKind::kPowerSgd:
+      return makeLowRank(group, bucket, buffers);
     case OperationKind::kAllReduce: {
       const double divisor = bucket.operation.average ? group->getSize() : 1.0;
       return makeAllReduce(group, bucket.flat, c10d::ReduceOp::SUM, divisor);

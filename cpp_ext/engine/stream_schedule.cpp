@@ -274,6 +274,8 @@ std::unique_ptr<StreamOperation> makeStreamOperation(const Group& group, const B
         return std::make_unique<StreamRailExchange>(bucket);
       }
       return std::make_unique<StreamExchange>(group, bucket);
+    case OperationKind::kPowerSgd:
+      throw UsageFailure("low-rank compression is not there on accelerators yet; want the model on the CPU");
     case OperationKind::kAllReduce:
       return std::make_unique<StreamReduce>(
           group, bucket.flat, bucket.operation.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);

@@ -12,6 +12,7 @@ from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
 from baguarun.comm.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from baguarun.comm.algorithms.power_sgd import PowerSGD
 from baguarun.comm.algorithms.qadam import QAdam
 from baguarun.comm.algorithms.qadam_optimizer import QAdamOptimizer
 from baguarun.comm.algorithms.sparse import Sparse
@@ -38,6 +39,7 @@ __all__ = [
     "OperationKind",
     "PendingExchange",
     "PendingReduction",
+    "PowerSGD",
     "QAdam",
     "QAdamOptimizer",
     "StepContext",
@@ -53,6 +55,7 @@ _KINDS: tuple[type[Algorithm], ...] = (
     ByteGrad,
     Sparse,
     QAdam,
+    PowerSGD,
     Decentralized,
     LowPrecisionDecentralized,
     LocalSGD,

@@ -6,7 +6,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ class OperationKind(enum.Enum):
     """The backend's own all-reduce, in the gradient's type."""
     SCATTER_REDUCE_GATHER = "SCATTER_REDUCE_GATHER"
     """Each rank reduces its chunk in fp32, in rank order, and sends the result to all."""
+    POWER_SGD = "POWER_SGD"
+    """Matrices as products of `matrix_rank` pairs of vectors, averaged, with error feedback."""
 
 
 class Wire(enum.Enum):
@@ -58,6 +60,16 @@ class Operation:
     error_feedback: bool = False
     """What an encoding loses, of contributions and of results, is added to the next step's numbers. Wants a
     wire that loses something."""
+    matrix_rank: int = 0
+    """Read by POWER_SGD only."""
+
+
+class EngineMemory(Protocol):
+    """What an engine keeps between steps for one algorithm, for checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,11 @@ class Algorithm(ABC):
     def make_stepper(self, context: StepContext) -> Stepper:
         """What works around the steps of one model. Asked for if the algorithm `exchanges_weights`."""
         raise NotImplementedError(f"{self.name} exchanges no weights")
+
+    def make_memory(self, engine: Any) -> EngineMemory | None:
+        """What the new `engine` keeps between steps; None: nothing. Not for one that `exchanges_weights`."""
+        del engine
+        return None
 
     def hierarchy(self) -> Hierarchical:
         """Whether exchanges go by rail between nodes; False unless the algorithm has the setting."""

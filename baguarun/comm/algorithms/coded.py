@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.algorithms.base import Wire
+from baguarun.comm.algorithms.base import Operation, OperationKind, Wire
 from baguarun.comm.algorithms.stepper import Stepper
-from baguarun.comm.extension import load_extension
+from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.rail_groups import RailGroups
 
 
@@ -42,11 +42,7 @@ class CodedReduction:
         leaves the node is coded."""
         self._tensors = list(tensors)
         extension = load_extension()
-        operation = extension.OperationSpec(
-            kind=extension.OperationKind.SCATTER_REDUCE_GATHER,
-            wire=getattr(extension.Wire, wire.value),
-            average=True,
-        )
+        operation = operation_spec(Operation(kind=OperationKind.SCATTER_REDUCE_GATHER, wire=wire))
         if rails is not None:
             operation.exchange_by_rail(rails.for_engine(extension))
         self._running: Any = extension.TensorReduction(group, self._tensors, operation, number)

@@ -1,0 +1,95 @@
+"""Gradients travel as matrices of low rank, with error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from baguarun.comm.algorithms.base import (
+    WIRE_OF_DTYPE,
+    Algorithm,
+    Operation,
+    OperationKind,
+    full_precision,
+)
+from baguarun.comm.algorithms.stepper import require_range
+from baguarun.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Algorithm):
+    """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2), in the engine, on the CPU.
+
+    A gradient of m x k numbers (a tensor of more dimensions: its outermost one, and all others) becomes P Q',
+    of m x rank and k x rank, averaged over the ranks one after the other. What that lacks is added to the
+    next step's gradient; Q is where the next step begins. Vectors, and matrices that would gain nothing,
+    travel as they are, and so does float64. NaN and Inf become NaN in the whole matrix, on all ranks.
+    """
+
+    name: ClassVar[str] = "power_sgd"
+
+    rank: int = 1
+    """Pairs of vectors per matrix. More of them lose less and cost more bytes; torch's default is 1, too."""
+    start_step: int = 1000
+    """Steps at the start in which gradients are averaged in full, as they turn fastest then. Torch's default.
+    """
+
+    def __post_init__(self) -> None:
+        require_range(self.name, "rank", self.rank, 1)
+        require_range(self.name, "start_step", self.start_step, 0, 2**31)
+
+    def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
+        if device.type != "cpu":
+            raise UsageError(
+                f"{self.name}: the model is on {device}; want it on the CPU, for low-rank compression is not "
+                "there on accelerators yet"
+            )
+        if dtype not in WIRE_OF_DTYPE:
+            return full_precision(dtype, device, average=True)
+        return Operation(kind=OperationKind.POWER_SGD, matrix_rank=self.rank)
+
+    def make_memory(self, engine: Any) -> LowRankMemory:
+        return LowRankMemory(engine, self)
+
+
+class LowRankMemory:
+    """What the engine of one model owes to gradients to come, and the steps before it compresses."""
+
+    def __init__(self, engine: Any, settings: PowerSGD) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._steps_before = 0
+        generator = torch.Generator().manual_seed(0)
+        for _, vectors in engine.low_rank_tensors():
+            vectors.normal_(generator=generator)
+        engine.compress_after(settings.start_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each rank's own: residuals, Q and the number of steps."""
+        kept = self._engine.low_rank_tensors()
+        return {
+            "steps": self._steps_before + self._engine.stats().steps,
+            "residuals": [residual.clone() for residual, _ in kept],
+            "vectors": [vectors.clone() for _, vectors in kept],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; between steps, on all ranks."""
+        kept = self._engine.low_rank_tensors()
+        shapes = [vectors.shape for _, vectors in kept]
+        found = [vectors.shape for vectors in state["vectors"]]
+        if shapes != found or len(state["residuals"]) != len(kept):
+            raise UsageError(
+                f"{self._settings.name}: the state has vectors of {found}, this model has {shapes}; want the "
+                "state of the same model with the same rank"
+            )
+        for (residual, vectors), saved, saved_vectors in zip(
+            kept, state["residuals"], state["vectors"], strict=True
+        ):
+            residual.copy_(saved)
+            vectors.copy_(saved_vectors)
+        steps = int(state["steps"])
+        self._steps_before = steps - self._engine.stats().steps
+        self._engine.compress_after(max(0, self._settings.start_step - steps))
