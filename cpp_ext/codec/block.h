@@ -41,6 +41,8 @@ BAGUARUN_HOST_DEVICE inline float floatOf(uint32_t bits) {
   return x;
 }
 
+inline constexpr uint32_t kMagnitudeBits = 0x7fffffffu;
+inline constexpr uint32_t kInfinityBits = 0x7f800000u;
 inline constexpr uint32_t kQuietNan = 0x7fc00000u;
 inline constexpr float kOverflow =
     0x1p126f;  // magnitudes from here on count as overflow: no sum below can then overflow

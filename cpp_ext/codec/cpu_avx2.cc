@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "cpu_path.h"
-#include "sparse.h"
+#include "cpu_ranks.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx2,fma,f16c")]]
 #define BAGUARUN_INLINE [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline
@@ -25,28 +25,25 @@ BAGUARUN_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
 BAGUARUN_INLINE V subtract(V a, V b) { return _mm256_sub_ps(a, b); }
 BAGUARUN_INLINE V multiply(V a, V b) { return _mm256_mul_ps(a, b); }
 BAGUARUN_INLINE V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
-// If either is NaN, the second one.
-BAGUARUN_INLINE V minimum(V a, V b) { return _mm256_min_ps(a, b); }
-BAGUARUN_INLINE V maximum(V a, V b) { return _mm256_max_ps(a, b); }
 
-BAGUARUN_INLINE float leastLane(V x) {
-  __m128 m = _mm_min_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  m = _mm_min_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_min_ss(m, _mm_movehdup_ps(m)));
-}
+// The bits of numbers, compared with sign or without.
+using Ints = __m256i;
+BAGUARUN_INLINE Ints bitsIn(V x) { return _mm256_castps_si256(x); }
+BAGUARUN_INLINE Ints greater(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+BAGUARUN_INLINE Ints greaterUnsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
+BAGUARUN_INLINE Ints lesserUnsigned(Ints a, Ints b) { return _mm256_min_epu32(a, b); }
 
-BAGUARUN_INLINE float greatestLane(V x) {
-  __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+// The lane that `choose` prefers to all others.
+template <Ints (*choose)(Ints, Ints)>
+BAGUARUN_INLINE uint32_t chosenLane(Ints x) {
+  x = choose(x, _mm256_permute4x64_epi64(x, 0x4e));
+  x = choose(x, _mm256_shuffle_epi32(x, 0x4e));
+  x = choose(x, _mm256_shuffle_epi32(x, 0xb1));
+  return static_cast<uint32_t>(_mm256_cvtsi256_si32(x));
 }
-
-using NanMask = __m256;
-const NanMask kNoNan{};
-BAGUARUN_INLINE NanMask unordered(NanMask mask, V a, V b) {
-  return _mm256_or_ps(mask, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
-}
-BAGUARUN_INLINE bool any(NanMask mask) { return _mm256_movemask_ps(mask) != 0; }
+BAGUARUN_INLINE uint32_t greatestLane(Ints x) { return chosenLane<greater>(x); }
+BAGUARUN_INLINE uint32_t greatestLaneUnsigned(Ints x) { return chosenLane<greaterUnsigned>(x); }
+BAGUARUN_INLINE uint32_t leastLaneUnsigned(Ints x) { return chosenLane<lesserUnsigned>(x); }
 
 BAGUARUN_INLINE V loadLevels(const uint8_t* q) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q))));
@@ -110,17 +107,32 @@ BAGUARUN_INLINE void unpackLevels32(const uint8_t* packed, uint8_t* q) {
 
 BAGUARUN_INLINE V magnitude(V x) { return _mm256_andnot_ps(broadcast(-0.0f), x); }
 
+// The upper half is added to the lower one until one number is left.
+BAGUARUN_INLINE float foldLanes(V x) {
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
+  return _mm_cvtss_f32(_mm_add_ss(sums, _mm_movehdup_ps(sums)));
+}
+
 // One bit per lane of x that is below zero.
 BAGUARUN_INLINE uint32_t negativeLanes(V x) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ)));
 }
 
-// x, negated in the lanes whose bits are set.
-BAGUARUN_INLINE V signedBy(V x, const uint8_t* bits) {
-  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  const __m256i mine = _mm256_and_si256(_mm256_set1_epi32(*bits), lane);
-  const V set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(mine, lane));
-  return _mm256_xor_ps(x, _mm256_and_ps(set, broadcast(-0.0f)));
+// Lane by lane, `minus` where the bit is set, else `plus`; for vector `j` of the four whose bits begin at
+// `bits`.
+BAGUARUN_INLINE V chosenByBits(const uint8_t* bits, int j, V plus, V minus) {
+  int word;
+  std::memcpy(&word, bits, sizeof word);
+  const int top = 31 - 8 * j;
+  const __m256i toTop = _mm256_setr_epi32(top, top - 1, top - 2, top - 3, top - 4, top - 5, top - 6, top - 7);
+  return _mm256_blendv_ps(plus, minus,
+                          _mm256_castsi256_ps(_mm256_sllv_epi32(_mm256_set1_epi32(word), toTop)));
+}
+
+// `minus` in the lanes in which x is below zero, else `plus`.
+BAGUARUN_INLINE V chosenBySign(V x, V plus, V minus) {
+  return _mm256_blendv_ps(plus, minus, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ));
 }
 
 // `x` where it is finite, elsewhere `other`.
@@ -129,12 +141,17 @@ BAGUARUN_INLINE V finiteOr(V x, V other) {
 }
 
 // Magnitudes as magnitudeOf gives them.
-using Ints = __m256i;
 BAGUARUN_INLINE Ints broadcastInt(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+BAGUARUN_INLINE Ints loadInts(const uint32_t* src) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src));
+}
 BAGUARUN_INLINE Ints loadMagnitudes(const float* src) {
   return _mm256_min_epi32(_mm256_castps_si256(magnitude(load(src))), broadcastInt(kNanMagnitude));
 }
-BAGUARUN_INLINE Ints greater(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+// `counts`, and one more in the lanes in which a > b.
+BAGUARUN_INLINE Ints countGreater(Ints counts, Ints a, Ints b) {
+  return _mm256_sub_epi32(counts, _mm256_cmpgt_epi32(a, b));
+}
 // One bit per lane in which a > b.
 BAGUARUN_INLINE uint32_t greaterLanes(Ints a, Ints b) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b))));
@@ -143,6 +160,7 @@ BAGUARUN_INLINE uint32_t greaterLanes(Ints a, Ints b) {
 #include "cpu_simd.inc"
 // After the loops that it uses.
 #include "cpu_simd_biased.inc"
+#include "cpu_simd_sparse.inc"
 
 bool usable() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -160,15 +178,18 @@ const CpuPath kAvx2Path = {
     .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,
+    .quantiseAndMeasure = quantiseAndMeasure,
     .packLevels = packLevels,
     .unpackLevels = unpackLevels,
     .decodeLevels = decodeLevels,
     .sumLevels = sumLevels,
     .sumMagnitudes = sumMagnitudes,
     .takeSigns = takeSigns,
+    .addAndSumMagnitudes = addAndSumMagnitudes,
+    .takeSignsWithResidual = takeSignsWithResidual,
     .decodeSigns = decodeSigns,
     .sumSigns = sumSigns,
-    .candidates = candidates,
+    .keepHighest = keepHighest,
     .allFinite = allFinite,
 };
 

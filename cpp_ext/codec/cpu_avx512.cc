@@ -3,6 +3,7 @@
 // GCC's own header warns once inlined: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 
@@ -11,7 +12,7 @@
 #include <cmath>
 
 #include "cpu_path.h"
-#include "sparse.h"
+#include "cpu_ranks.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]]
 #define BAGUARUN_INLINE [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl"), gnu::always_inline]] inline
@@ -29,18 +30,16 @@ BAGUARUN_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
 BAGUARUN_INLINE V subtract(V a, V b) { return _mm512_sub_ps(a, b); }
 BAGUARUN_INLINE V multiply(V a, V b) { return _mm512_mul_ps(a, b); }
 BAGUARUN_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-// If either is NaN, the second one.
-BAGUARUN_INLINE V minimum(V a, V b) { return _mm512_min_ps(a, b); }
-BAGUARUN_INLINE V maximum(V a, V b) { return _mm512_max_ps(a, b); }
-BAGUARUN_INLINE float leastLane(V x) { return _mm512_reduce_min_ps(x); }
-BAGUARUN_INLINE float greatestLane(V x) { return _mm512_reduce_max_ps(x); }
 
-using NanMask = __mmask16;
-constexpr NanMask kNoNan = 0;
-BAGUARUN_INLINE NanMask unordered(NanMask mask, V a, V b) {
-  return static_cast<NanMask>(mask | _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q));
-}
-BAGUARUN_INLINE bool any(NanMask mask) { return mask != 0; }
+// The bits of numbers, compared with sign or without.
+using Ints = __m512i;
+BAGUARUN_INLINE Ints bitsIn(V x) { return _mm512_castps_si512(x); }
+BAGUARUN_INLINE Ints greater(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+BAGUARUN_INLINE Ints greaterUnsigned(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
+BAGUARUN_INLINE Ints lesserUnsigned(Ints a, Ints b) { return _mm512_min_epu32(a, b); }
+BAGUARUN_INLINE uint32_t greatestLane(Ints x) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(x)); }
+BAGUARUN_INLINE uint32_t greatestLaneUnsigned(Ints x) { return _mm512_reduce_max_epu32(x); }
+BAGUARUN_INLINE uint32_t leastLaneUnsigned(Ints x) { return _mm512_reduce_min_epu32(x); }
 
 BAGUARUN_INLINE V loadLevels(const uint8_t* q) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
@@ -99,15 +98,31 @@ BAGUARUN_INLINE void unpackLevels32(const uint8_t* packed, uint8_t* q) {
 
 BAGUARUN_INLINE V magnitude(V x) { return _mm512_abs_ps(x); }
 
+// The upper half is added to the lower one until one number is left.
+BAGUARUN_INLINE float foldLanes(V x) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
+  return _mm_cvtss_f32(_mm_add_ss(sums, _mm_movehdup_ps(sums)));
+}
+
 // One bit per lane of x that is below zero.
 BAGUARUN_INLINE uint32_t negativeLanes(V x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ); }
 
-// x, negated in the lanes whose bits are set.
-BAGUARUN_INLINE V signedBy(V x, const uint8_t* bits) {
-  __mmask16 set;
-  std::memcpy(&set, bits, sizeof set);
-  const __m512i word = _mm512_castps_si512(x);
-  return _mm512_castsi512_ps(_mm512_mask_xor_epi32(word, set, word, _mm512_set1_epi32(INT32_MIN)));
+// Lane by lane, `minus` where the bit is set, else `plus`; for vector `j` of the four whose bits begin at
+// `bits`.
+BAGUARUN_INLINE V chosenByBits(const uint8_t* bits, int j, V plus, V minus) {
+  int word;
+  std::memcpy(&word, bits + 4 * (j / 2), sizeof word);
+  const __m512i lane = _mm512_setr_epi32(1, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7, 1 << 8,
+                                         1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15);
+  const __m512i mine = j % 2 == 0 ? lane : _mm512_slli_epi32(lane, 16);
+  return _mm512_mask_blend_ps(_mm512_test_epi32_mask(_mm512_set1_epi32(word), mine), plus, minus);
+}
+
+// `minus` in the lanes in which x is below zero, else `plus`.
+BAGUARUN_INLINE V chosenBySign(V x, V plus, V minus) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), plus, minus);
 }
 
 // `x` where it is finite, elsewhere `other`.
@@ -116,18 +131,22 @@ BAGUARUN_INLINE V finiteOr(V x, V other) {
 }
 
 // Magnitudes as magnitudeOf gives them.
-using Ints = __m512i;
 BAGUARUN_INLINE Ints broadcastInt(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+BAGUARUN_INLINE Ints loadInts(const uint32_t* src) { return _mm512_loadu_si512(src); }
 BAGUARUN_INLINE Ints loadMagnitudes(const float* src) {
   return _mm512_min_epi32(_mm512_castps_si512(magnitude(load(src))), broadcastInt(kNanMagnitude));
 }
-BAGUARUN_INLINE Ints greater(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+// `counts`, and one more in the lanes in which a > b.
+BAGUARUN_INLINE Ints countGreater(Ints counts, Ints a, Ints b) {
+  return _mm512_mask_add_epi32(counts, _mm512_cmpgt_epi32_mask(a, b), counts, _mm512_set1_epi32(1));
+}
 // One bit per lane in which a > b.
 BAGUARUN_INLINE uint32_t greaterLanes(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
 
 #include "cpu_simd.inc"
 // After the loops that it uses.
 #include "cpu_simd_biased.inc"
+#include "cpu_simd_sparse.inc"
 
 bool usable() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -146,15 +165,18 @@ const CpuPath kAvx512Path = {
     .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,
+    .quantiseAndMeasure = quantiseAndMeasure,
     .packLevels = packLevels,
     .unpackLevels = unpackLevels,
     .decodeLevels = decodeLevels,
     .sumLevels = sumLevels,
     .sumMagnitudes = sumMagnitudes,
     .takeSigns = takeSigns,
+    .addAndSumMagnitudes = addAndSumMagnitudes,
+    .takeSignsWithResidual = takeSignsWithResidual,
     .decodeSigns = decodeSigns,
     .sumSigns = sumSigns,
-    .candidates = candidates,
+    .keepHighest = keepHighest,
     .allFinite = allFinite,
 };
 

@@ -67,30 +67,72 @@ const float* numbersIn(const CpuPath& path, DType dtype, const void* src, Span a
   return room;
 }
 
+// A block that is to be written.
+template <class AnyWire>
+struct Ready {
+  Span at;
+  const float* numbers;
+  typename AnyWire::Prepared prepared;
+};
+
+// Emits one block and prepares a later one, together if the wire can.
+template <class AnyWire>
+void emitAndPrepare(const AnyWire& wire, const Ready<AnyWire>& now, void* dst, Ready<AnyWire>& later) {
+  if constexpr (requires {
+                  wire.emitAndPrepare(now.numbers, now.prepared, now.at, dst, later.numbers, later.at);
+                }) {
+    later.prepared = wire.emitAndPrepare(now.numbers, now.prepared, now.at, dst, later.numbers, later.at);
+  } else {
+    later.prepared = wire.prepare(later.numbers, later.at);
+    wire.emit(now.numbers, now.prepared, now.at, dst);
+  }
+}
+
+// How many blocks are prepared before one is written. What prepare computes last (the extremes and two
+// divisions of a grid) takes as long as a quarter of a block, but no time of its own if nothing waits for it.
+constexpr size_t kAhead = 2;
+
 // Encodes the blocks that `numbersOf(span, room)` yields, in `room` or elsewhere, and calls `after(span,
-// numbers)` when one is written. Always one block ahead: what prepare computes last (the extremes and two
-// divisions of a grid) then costs no time of its own.
+// numbers)` when one is written.
 template <class AnyWire, class NumbersOf, class After>
 void encodeBlocks(const AnyWire& wire, size_t numel, void* dst, NumbersOf numbersOf, After after) {
-  Wide room[2];
-  Span at = spanOf(numel, 0);
-  const float* numbers = numbersOf(at, room[0].numbers);
-  typename AnyWire::Prepared prepared = wire.prepare(numbers, at.n);
-  for (size_t block = 1; block <= blockCount(numel); ++block) {
-    const Span thisAt = at;
-    const float* const theseNumbers = numbers;
-    const typename AnyWire::Prepared thisPrepared = prepared;
-    if (block < blockCount(numel)) {
-      at = spanOf(numel, block);
-      numbers = numbersOf(at, room[block % 2].numbers);
-      prepared = wire.prepare(numbers, at.n);
+  Ready<AnyWire> ready[kAhead];
+  Wide rooms[kAhead + 1];
+  const auto read = [&](size_t block, Ready<AnyWire>& to) {
+    to.at = spanOf(numel, block);
+    to.numbers = numbersOf(to.at, rooms[block % (kAhead + 1)].numbers);
+  };
+  const size_t count = blockCount(numel);
+  for (size_t block = 0; block < std::min(count, kAhead); ++block) {
+    read(block, ready[block]);
+    ready[block].prepared = wire.prepare(ready[block].numbers, ready[block].at);
+  }
+  for (size_t block = 0; block < count; ++block) {
+    Ready<AnyWire>& slot = ready[block % kAhead];
+    const Ready<AnyWire> now = slot;
+    if (block + kAhead < count) {
+      read(block + kAhead, slot);
+      emitAndPrepare(wire, now, dst, slot);
+    } else {
+      wire.emit(now.numbers, now.prepared, now.at, dst);
     }
-    wire.emit(theseNumbers, thisPrepared, thisAt, dst);
-    after(thisAt, theseNumbers);
+    after(now.at, now.numbers);
   }
 }
 
 void nothing(Span, const float*) {}
+
+// Block after block, none ahead: numbers and residuals of more blocks would not stay in the first cache.
+void encodeSignsWithResidual(const CpuPath& path, DType dtype, const void* src, float* residual, size_t numel,
+                             void* dst) {
+  const SignWire wire(path);
+  Wide room;
+  for (size_t block = 0; block < blockCount(numel); ++block) {
+    const Span at = spanOf(numel, block);
+    const float* numbers = numbersIn(path, dtype, src, at, room.numbers);
+    wire.encodeWithResidual(numbers, residual + at.first, at, dst);
+  }
+}
 
 // Writes the blocks that `fill(span, destination)` computes as numbers of `dtype`.
 template <class Fill>
@@ -120,6 +162,7 @@ void encode(const CpuPath& path, Format format, DType dtype, const void* src, si
 
 void encodeWithResidual(const CpuPath& path, Format format, DType dtype, const void* src, float* residual,
                         size_t numel, void* dst) {
+  if (format.wire == Wire::sign1) return encodeSignsWithResidual(path, dtype, src, residual, numel, dst);
   withWire(path, format, [&](const auto& wire) {
     const auto numbersOf = [&](Span at, float* room) -> const float* {
       path.add(numbersIn(path, dtype, src, at, room), residual + at.first, at.n, room);

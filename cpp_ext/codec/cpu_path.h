@@ -47,6 +47,8 @@ struct CpuPath {
   // packed.
   Grid (*measure)(unsigned levels, const float* src, size_t n);
   void (*quantise)(const float* src, size_t n, Grid grid, uint8_t* q);
+  // Both, of one whole block and of the whole block after it.
+  Grid (*quantiseAndMeasure)(const float* src, Grid grid, uint8_t* q, unsigned levels, const float* next);
   void (*packLevels)(const uint8_t* q, size_t n, uint8_t* packed);
   void (*unpackLevels)(const uint8_t* packed, size_t n, uint8_t* q);
   void (*decodeLevels)(Levels block, size_t n, float* dst);
@@ -56,12 +58,16 @@ struct CpuPath {
   // sign1, likewise.
   float (*sumMagnitudes)(const float* src, size_t n);
   void (*takeSigns)(const float* src, size_t n, uint8_t* bits);
+  // The same with error feedback: of dst = a + b; and residual = x - decoded, for numbers whose sum of
+  // magnitudes is finite.
+  float (*addAndSumMagnitudes)(const float* a, const float* b, size_t n, float* dst);
+  void (*takeSignsWithResidual)(const float* x, float scale, size_t n, float* residual, uint8_t* bits);
   void (*decodeSigns)(Signs block, size_t n, float* dst);
   void (*sumSigns)(const Signs* blocks, size_t count, bool first, float factor, size_t n, float* dst);
 
-  // topk: writes the ranks of some numbers of the block, all of its `keep` highest among them, in the order
-  // of the block. Returns how many. `ranks` has room for kBlockElems.
-  size_t (*candidates)(const float* src, size_t n, size_t keep, uint64_t* ranks);
+  // topk: writes the places of the `keep` highest of the block, in rising order. `hint` is what the same call
+  // left there for an earlier block, or 0: how high one might have to be. The choice does not depend on it.
+  void (*keepHighest)(const float* src, size_t n, size_t keep, uint32_t& hint, uint16_t* places);
   bool (*allFinite)(const float* src, size_t n);
 };
 

@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "cpu_path.h"
-#include "sparse.h"
+#include "cpu_ranks.h"
 
 namespace baguarun::codec {
 namespace {
@@ -94,6 +94,11 @@ void quantise(const float* src, size_t n, Grid grid, uint8_t* q) {
   }
 }
 
+Grid quantiseAndMeasure(const float* src, Grid grid, uint8_t* q, unsigned levels, const float* next) {
+  quantise(src, kBlockElems, grid, q);
+  return measure(levels, next, kBlockElems);
+}
+
 void packLevels(const uint8_t* q, size_t n, uint8_t* packed) {
   const auto level = [&](size_t i) { return i < n ? std::min<unsigned>(q[i], 15) : 0u; };
   for (size_t i = 0; i < n; i += 2) packed[i / 2] = static_cast<uint8_t>(level(i) | level(i + 1) << 4);
@@ -146,11 +151,16 @@ void sumLevels(const Levels* blocks, size_t count, bool first, float factor, siz
 
 float sumMagnitudes(const float* src, size_t n) {
   float sums[kBlockElems] = {};
-  for (size_t i = 0; i < n; ++i) sums[i] = floatOf(bitsOf(src[i]) & 0x7fffffffu);
+  for (size_t i = 0; i < n; ++i) sums[i] = floatOf(bitsOf(src[i]) & kMagnitudeBits);
   for (size_t width = kBlockElems / 2; width > 0; width /= 2) {
     for (size_t i = 0; i < width; ++i) sums[i] += sums[i + width];
   }
   return sums[0];
+}
+
+float addAndSumMagnitudes(const float* a, const float* b, size_t n, float* dst) {
+  add(a, b, n, dst);
+  return sumMagnitudes(dst, n);
 }
 
 void takeSigns(const float* src, size_t n, uint8_t* bits) {
@@ -159,6 +169,11 @@ void takeSigns(const float* src, size_t n, uint8_t* bits) {
     for (size_t j = i; j < std::min(i + 8, n); ++j) byte |= (src[j] < 0.0f ? 1u : 0u) << (j - i);
     bits[i / 8] = static_cast<uint8_t>(byte);
   }
+}
+
+void takeSignsWithResidual(const float* x, float scale, size_t n, float* residual, uint8_t* bits) {
+  takeSigns(x, n, bits);
+  for (size_t i = 0; i < n; ++i) residual[i] = x[i] - (x[i] < 0.0f ? -scale : scale);
 }
 
 void decodeSigns(Signs block, size_t n, float* dst) {
@@ -172,6 +187,9 @@ void sumSigns(const Signs* blocks, size_t count, bool first, float factor, size_
   sumTerms(count, first, factor, n, dst, [&](size_t k, float* term) { decodeSigns(blocks[k], n, term); });
 }
 
+// Writes the ranks of some numbers of the block, all of its `keep` highest among them, in the order of the
+// block. Returns how many.
+//
 // Among any kMostKept or more groups of numbers, the number of rank `keep` is no less than the `keep`-highest
 // of the groups' greatest: so many groups hold a number that is no less.
 size_t candidates(const float* src, size_t n, size_t keep, uint64_t* ranks) {
@@ -195,6 +213,11 @@ size_t candidates(const float* src, size_t n, size_t keep, uint64_t* ranks) {
   return count;
 }
 
+void keepHighest(const float* src, size_t n, size_t keep, uint32_t&, uint16_t* places) {
+  uint64_t ranks[kBlockElems];
+  takeHighest(ranks, candidates(src, n, keep, ranks), keep, places);
+}
+
 bool allFinite(const float* src, size_t n) {
   uint32_t greatest = 0;
   for (size_t i = 0; i < n; ++i) greatest = std::max(greatest, magnitudeOf(src[i]));
@@ -213,15 +236,18 @@ const CpuPath kPortablePath = {
     .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,
+    .quantiseAndMeasure = quantiseAndMeasure,
     .packLevels = packLevels,
     .unpackLevels = unpackLevels,
     .decodeLevels = decodeLevels,
     .sumLevels = sumLevels,
     .sumMagnitudes = sumMagnitudes,
     .takeSigns = takeSigns,
+    .addAndSumMagnitudes = addAndSumMagnitudes,
+    .takeSignsWithResidual = takeSignsWithResidual,
     .decodeSigns = decodeSigns,
     .sumSigns = sumSigns,
-    .candidates = candidates,
+    .keepHighest = keepHighest,
     .allFinite = allFinite,
 };
 

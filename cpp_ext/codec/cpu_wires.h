@@ -67,7 +67,7 @@ class PlainWire {
   PlainWire(const CpuPath& path, DType dtype)
       : path_(path), dtype_(dtype), size_(dtype == DType::f32 ? sizeof(float) : sizeof(uint16_t)) {}
 
-  Prepared prepare(const float*, size_t) const { return {}; }
+  Prepared prepare(const float*, Span) const { return {}; }
   void emit(const float* x, Prepared, Span at, void* chunk) const {
     path_.narrow(dtype_, x, at.n, advance(chunk, at.first * size_));
   }
@@ -89,18 +89,24 @@ class MinMaxWire {
   using Prepared = Grid;
   explicit MinMaxWire(const CpuPath& path) : path_(path) {}
 
-  Prepared prepare(const float* x, size_t n) const { return path_.measure(levels, x, n); }
+  Prepared prepare(const float* x, Span at) const { return path_.measure(levels, x, at.n); }
 
   void emit(const float* x, Prepared grid, Span at, void* chunk) const {
-    setItemAt(chunk, 0, at.block, grid.header);
-    auto* payload = static_cast<uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
-    if constexpr (levels == 256) {
-      path_.quantise(x, at.n, grid, payload);
+    write(grid, at, chunk, [&](uint8_t* q) { path_.quantise(x, at.n, grid, q); });
+  }
+
+  // Emits a block and prepares a later one.
+  Prepared emitAndPrepare(const float* x, Prepared grid, Span at, void* chunk, const float* next,
+                          Span nextAt) const {
+    Prepared prepared;
+    if (nextAt.n == kBlockElems) {
+      write(grid, at, chunk,
+            [&](uint8_t* q) { prepared = path_.quantiseAndMeasure(x, grid, q, levels, next); });
     } else {
-      alignas(64) uint8_t q[kBlockElems];
-      path_.quantise(x, at.n, grid, q);
-      path_.packLevels(q, at.n, payload);
+      prepared = prepare(next, nextAt);
+      emit(x, grid, at, chunk);
     }
+    return prepared;
   }
 
   void decode(const void* chunk, Span at, float* dst) const {
@@ -124,6 +130,20 @@ class MinMaxWire {
   };
   using Bytes = std::conditional_t<levels == 256, std::monostate, Unpacked>;
 
+  // Writes a block whose levels `quantise(q)` computes, one per byte.
+  template <class Quantise>
+  void write(Grid grid, Span at, void* chunk, Quantise quantise) const {
+    setItemAt(chunk, 0, at.block, grid.header);
+    auto* payload = static_cast<uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
+    if constexpr (levels == 256) {
+      quantise(payload);
+    } else {
+      Unpacked unpacked;
+      quantise(unpacked.q);
+      path_.packLevels(unpacked.q, at.n, payload);
+    }
+  }
+
   Levels levelsIn(const void* chunk, Span at, [[maybe_unused]] Bytes& room) const {
     const auto* payload = static_cast<const uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
     if constexpr (levels != 256) {
@@ -141,16 +161,18 @@ class SignWire {
   using Prepared = float;
   explicit SignWire(const CpuPath& path) : path_(path) {}
 
-  Prepared prepare(const float* x, size_t n) const { return signScale(path_.sumMagnitudes(x, n), n); }
+  Prepared prepare(const float* x, Span at) const { return signScale(path_.sumMagnitudes(x, at.n), at.n); }
 
   void emit(const float* x, Prepared scale, Span at, void* chunk) const {
-    setItemAt(chunk, 0, at.block, scale);
-    auto* bits = static_cast<uint8_t*>(chunk) + signsOffset(at.numel, at.block);
-    if (isFinite(scale)) {
-      path_.takeSigns(x, at.n, bits);
-    } else {
-      std::memset(bits, 0, (at.n + 7) / 8);
-    }
+    write(scale, at, chunk, [&](uint8_t* bits) { path_.takeSigns(x, at.n, bits); });
+  }
+
+  // Encodes x + residual, and leaves in the residual what the chunk lacks of it.
+  void encodeWithResidual(const float* x, float* residual, Span at, void* chunk) const {
+    Wide sums;
+    const float scale = signScale(path_.addAndSumMagnitudes(x, residual, at.n, sums.numbers), at.n);
+    write(scale, at, chunk,
+          [&](uint8_t* bits) { path_.takeSignsWithResidual(sums.numbers, scale, at.n, residual, bits); });
   }
 
   void decode(const void* chunk, Span at, float* dst) const {
@@ -166,6 +188,18 @@ class SignWire {
   }
 
  private:
+  // Writes a block, its bits by `take` if they can mean anything.
+  template <class Take>
+  static void write(Prepared scale, Span at, void* chunk, Take take) {
+    setItemAt(chunk, 0, at.block, scale);
+    auto* bits = static_cast<uint8_t*>(chunk) + signsOffset(at.numel, at.block);
+    if (isFinite(scale)) {
+      take(bits);
+    } else {
+      std::memset(bits, 0, (at.n + 7) / 8);
+    }
+  }
+
   Signs signsIn(const void* chunk, Span at) const {
     return {itemAt<float>(chunk, 0, at.block),
             static_cast<const uint8_t*>(chunk) + signsOffset(at.numel, at.block)};
@@ -198,20 +232,17 @@ class TopKWire {
   using Prepared = std::monostate;
   TopKWire(const CpuPath& path, Format format) : path_(path), keep_(format.keep) {}
 
-  Prepared prepare(const float*, size_t) const { return {}; }
+  Prepared prepare(const float*, Span) const { return {}; }
 
   void emit(const float* x, Prepared, Span at, void* chunk) const {
     const size_t kept = keptOf(keep_, at.n);
-    uint64_t ranks[kBlockElems];
-    const size_t count = path_.candidates(x, at.n, kept, ranks);
-    const uint64_t lowest = keptRank(ranks, count, kept);
-    size_t j = at.block * keep_;
-    for (size_t i = 0; i < count; ++i) {
-      if (ranks[i] < lowest) continue;
-      const size_t place = indexOf(ranks[i]);
-      setItemAt(chunk, 0, j, keptValue(x[place]));
-      setItemAt(chunk, placesOffset(at), j, static_cast<uint16_t>(place));
-      ++j;
+    uint16_t places[kMostKept];
+    path_.keepHighest(x, at.n, kept, hint_, places);
+    const size_t first = at.block * keep_;
+    const size_t offset = placesOffset(at);
+    for (size_t j = 0; j < kept; ++j) {
+      setItemAt(chunk, 0, first + j, keptValue(x[places[j]]));
+      setItemAt(chunk, offset, first + j, places[j]);
     }
   }
 
@@ -232,18 +263,9 @@ class TopKWire {
  private:
   size_t placesOffset(Span at) const { return keptInAll(keep_, at.numel) * sizeof(float); }
 
-  // The `kept`-highest of the ranks.
-  static uint64_t keptRank(const uint64_t* ranks, size_t count, size_t kept) {
-    uint64_t sorted[kBlockElems];
-    // For GCC's warning: it cannot know that count >= kept.
-    sorted[kept - 1] = 0;
-    std::copy_n(ranks, count, sorted);
-    std::nth_element(sorted, sorted + kept - 1, sorted + count, std::greater<>());
-    return sorted[kept - 1];
-  }
-
   const CpuPath& path_;
   uint32_t keep_;
+  mutable uint32_t hint_ = 0;
 };
 
 class RandomKWire {
@@ -251,7 +273,7 @@ class RandomKWire {
   using Prepared = std::monostate;
   RandomKWire(const CpuPath& path, Format format) : path_(path), keep_(format.keep), seed_(format.seed) {}
 
-  Prepared prepare(const float*, size_t) const { return {}; }
+  Prepared prepare(const float*, Span) const { return {}; }
 
   void emit(const float* x, Prepared, Span at, void* chunk) const {
     const bool finite = path_.allFinite(x, at.n);

@@ -32,6 +32,10 @@ BAGUARUN_HOST_DEVICE inline size_t indexOf(uint64_t rank) {
   return kBlockElems - 1 - static_cast<size_t>(rank & (kBlockElems - 1));
 }
 
+BAGUARUN_HOST_DEVICE inline uint32_t magnitudeOfRank(uint64_t rank) {
+  return static_cast<uint32_t>(rank >> 11);
+}
+
 // What a chunk holds of a kept number.
 BAGUARUN_HOST_DEVICE inline float keptValue(float x) {
   if (x != x) return floatOf(kQuietNan);

@@ -10,8 +10,8 @@ from tests.codec.native import Codec
 from tests.codec.reference import BLOCK_ELEMS, DType, Floats, Format, Wire, blocks_of, kept_of
 
 SPARSE = (Wire.topk, Wire.randomk)
-KEEP = (1, 20, 64, 65, 256)
-"""64 is the most that the vector paths select themselves."""
+KEEP = (1, 20, 32, 33, 64, 65, 256)
+"""The vector paths choose in one way up to 32, in another up to 64, and leave more to the portable one."""
 
 
 def decoded(codec: Codec, format: Format, x: Floats) -> Floats:
@@ -71,6 +71,23 @@ def test_of_equal_magnitudes_the_earlier_ones_are_kept(codec: Codec) -> None:
         want[1000:1010] = 3.0
         want[: keep - 10] = x[: keep - 10]
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("scales", [(1, 1, 1, 1), (1, 1e-3, 1e3, 1), (1, 1, 0, 1), (1, 0.9, 1.1, 1)])
+@pytest.mark.parametrize("levels", [None, 4, 40])
+def test_what_a_block_keeps_does_not_depend_on_the_blocks_before(
+    codec: Codec, scales: tuple[float, ...], levels: int | None
+) -> None:
+    """What was kept there is where the search begins. With few levels, many are equal to the least kept."""
+    rng = np.random.default_rng(0)
+    for keep in KEEP:
+        x = rng.standard_normal((len(scales), BLOCK_ELEMS))
+        x = np.round(x * levels) / levels if levels else x
+        numbers_ = (x * np.array(scales)[:, None]).astype(np.float32).ravel()
+        format = Format(Wire.topk, keep)
+        np.testing.assert_array_equal(
+            codec.encode(format, DType.f32, numbers_), reference.encode(format, DType.f32, numbers_)
+        )
 
 
 @pytest.mark.parametrize("wire", SPARSE)
