@@ -5,31 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.codec import numbers, reference
 from tests.codec.native import Codec
-from tests.codec.reference import BLOCK_ELEMS, DType, Floats, Wire, blocks_of
+from tests.codec.reference import DType, Floats, Wire, blocks_of
 
 MINMAX4 = Wire.minmax4
 
 
 def decoded(codec: Codec, x: Floats) -> Floats:
     return codec.decode(MINMAX4, DType.f32, codec.encode(MINMAX4, DType.f32, x), len(x)).view(np.float32)
-
-
-@pytest.mark.parametrize("dtype", DType)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_chunks_and_numbers_have_the_bits_of_the_reference(
-    codec: Codec, dtype: DType, data: st.DataObject
-) -> None:
-    x = data.draw(numbers.of_dtype(dtype))
-    chunk = codec.encode(MINMAX4, dtype, x)
-    np.testing.assert_array_equal(chunk, reference.encode(MINMAX4, dtype, x))
-    got = codec.decode(MINMAX4, dtype, chunk, len(x))
-    want = reference.decode(MINMAX4, dtype, chunk, len(x))
-    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,17 +43,6 @@ def test_zero_stays_exactly_zero_whatever_surrounds_it(codec: Codec, x: Floats) 
 @pytest.mark.parametrize("numel", [1, 5, 64, 2049])
 def test_a_constant_block_is_exact(codec: Codec, value: float, numel: int) -> None:
     np.testing.assert_array_equal(decoded(codec, np.full(numel, value, np.float32)), np.float32(value))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("numel", [3, 2048, 2048 + 70])
-def test_an_overflow_turns_its_whole_block_into_nan(codec: Codec, bad: float, numel: int) -> None:
-    x = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
-    x[-1] = bad
-    got = decoded(codec, x)
-    last = (numel - 1) // BLOCK_ELEMS * BLOCK_ELEMS
-    assert np.isnan(got[last:]).all()
-    assert np.isfinite(got[:last]).all()
 
 
 def test_two_numbers_take_a_byte(codec: Codec) -> None:
