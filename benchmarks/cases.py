@@ -1,0 +1,111 @@
+"""Who takes part where models are trained: torch DDP, its hooks and every algorithm of ours, by name.
+
+A new algorithm joins by one line. Settings are those of a short run: what is exchanged every 500 steps in
+earnest would not be exchanged at all here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import baguarun
+from baguarun.comm.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LocalSGD,
+)
+
+Parameters = list[nn.Parameter]
+
+_POWERSGD_RANK = 8
+"""Of 1, 2, 4 and 8 the one with which PowerSGD is first at the target of `time_to_loss.py`."""
+
+
+def adam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=learning_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One contestant."""
+
+    algorithm: Algorithm | None = None
+    """None: a `torch.nn.parallel.DistributedDataParallel`."""
+    hook: str = ""
+    """DDP's communication hook: fp16 or powersgd."""
+    synchronous: bool = True
+    """All replicas are equal after every step, as DDP's are."""
+    optimizer: Callable[[Parameters, float], torch.optim.Optimizer] = adam
+    """Made from parameters and learning rate; whatever is not Adam must be compared with Adam."""
+
+
+CASES: dict[str, Case] = {
+    "ddp": Case(),
+    "ddp_fp16": Case(hook="fp16"),
+    "ddp_powersgd": Case(hook="powersgd"),
+    "gradient_allreduce": Case(algorithm=GradientAllReduce()),
+    "bytegrad": Case(algorithm=ByteGrad()),
+    "decentralized": Case(algorithm=Decentralized(), synchronous=False),
+    "decentralized_shift_one": Case(
+        algorithm=Decentralized(peer_selection_mode="shift_one"), synchronous=False
+    ),
+    "local_sgd": Case(algorithm=LocalSGD(local_steps=4), synchronous=False),
+    # With the paper's momentum of 0.9 the first outer steps, of which a short run has few others, are short.
+    "diloco": Case(algorithm=DiLoCo(local_steps=20, outer_momentum=0.5, wire="bf16"), synchronous=False),
+    "async_model_average": Case(algorithm=AsyncModelAverage(sync_interval_ms=100), synchronous=False),
+}
+
+
+def chosen(words: str) -> list[str]:
+    """The cases named in a list with commas, after `ddp`, to which all are compared."""
+    names = ["ddp", *(name for name in words.split(",") if name != "ddp")]
+    unknown = [name for name in names if name.removesuffix("@gloo") not in CASES]
+    if unknown:
+        raise SystemExit(f"--cases: {', '.join(unknown)}: want some of {', '.join(CASES)}")
+    return names
+
+
+def is_on_gloo(name: str) -> bool:
+    """DDP is, and ours is with `@gloo` behind the name; without, it is on baguarun's own transport."""
+    return name.startswith("ddp") or name.endswith("@gloo")
+
+
+def case_of(name: str) -> Case:
+    return CASES[name.removesuffix("@gloo")]
+
+
+def wrap(
+    case: Case, model: nn.Module, learning_rate: float, group: dist.ProcessGroup | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`model` made distributed over `group` (None: the default one) as `case` does it, and its optimizer."""
+    optimizer = case.optimizer(list(model.parameters()), learning_rate)
+    if case.algorithm is not None:
+        return baguarun.DistributedDataParallel(
+            model,
+            optimizers=[optimizer],
+            algorithm=case.algorithm,
+            process_group=group,
+        ), optimizer
+    # On Gloo the collectives that torch's PowerSGD starts in callbacks of several buckets cross.
+    cap_mb = 1024 if case.hook == "powersgd" else None
+    wrapped = DistributedDataParallel(
+        model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
+    )
+    if case.hook == "fp16":
+        wrapped.register_comm_hook(group, fp16_compress_hook)
+    elif case.hook == "powersgd":
+        state = PowerSGDState(group, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook)
+    return wrapped, optimizer
