@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import restart, startup, step
+from benchmarks import memory, quality, restart, startup, step, time_to_loss
 from benchmarks.harness import Report, Row, finish, interleave, parser
 
 
@@ -58,7 +58,7 @@ def test_a_quick_run_does_not_overwrite_the_kept_results(capsys: pytest.CaptureF
     assert "written" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [startup, step, restart])
+@pytest.mark.parametrize("module", [startup, step, restart, quality, time_to_loss, memory])
 def test_every_benchmark_explains_itself(module: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         module.main(["--help"])  # type: ignore[attr-defined]
