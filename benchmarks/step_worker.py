@@ -34,6 +34,7 @@ from baguarun.comm.algorithms import (
     PowerSGD,
     resolve,
 )
+from baguarun.comm.algorithms.low_precision_decentralized import RingStepper
 from benchmarks.harness import rotated
 
 _HIERARCHICAL = {"rail": True, "flat": False}
@@ -107,8 +108,18 @@ def wrap(
     ), optimizer
 
 
-def stepper(case: str, model_name: str, gloo: dist.ProcessGroup) -> Callable[[], None]:
-    """A function that trains one step."""
+@dataclass(frozen=True)
+class Training:
+    """One contestant's model at work."""
+
+    step: Callable[[], None]
+    """Trains one step."""
+    finish: Callable[[], None]
+    """Waits for messages that are still under way: they belong to the turn that sent them."""
+
+
+def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Training:
+    """The contestant `case`, untrained."""
     model, width = build_model(model_name)
     wrapped, optimizer = wrap(case, model, gloo)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -119,7 +130,13 @@ def stepper(case: str, model_name: str, gloo: dist.ProcessGroup) -> Callable[[],
         wrapped(inputs).square().mean().backward()
         optimizer.step()
 
-    return step
+    def finish() -> None:
+        if isinstance(wrapped, baguarun.DistributedDataParallel):
+            exchanging = wrapped._session.stepper
+            if isinstance(exchanging, RingStepper):
+                exchanging.finish()
+
+    return Training(step, finish)
 
 
 def period(case: str) -> int:
@@ -145,31 +162,32 @@ def slowest(seconds: float) -> float:
     return float(value)
 
 
-def timed(step: Callable[[], None], steps: int) -> float:
-    """Seconds per step on the slowest rank; all ranks begin together."""
+def timed(training: Training, steps: int) -> float:
+    """Seconds per step on the slowest rank, with all that the steps sent; all ranks begin together."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(steps):
-        step()
+        training.step()
+    training.finish()
     return slowest((time.perf_counter() - started) / steps)
 
 
 def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> list[Block]:
     """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`."""
     gloo = dist.new_group(backend="gloo")
-    steppers = {case: stepper(case, model_name, gloo) for case in cases}
+    trainings = {case: make_training(case, model_name, gloo) for case in cases}
     steps = {}
-    for case, step in steppers.items():
+    for case, found in trainings.items():
         # Turns are whole periods, from the first step on.
-        timed(step, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
-        wanted = max(_LEAST_STEPS, min(200, math.ceil(block_s / timed(step, 1))))
+        timed(found, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
+        wanted = max(_LEAST_STEPS, min(200, math.ceil(block_s / timed(found, 1))))
         steps[case] = math.ceil(wanted / period(case)) * period(case)
     blocks = []
     for number in range(rounds):
         for case in rotated(cases, number):
             dist.barrier()
             before = sent_bytes()
-            step_s = timed(steppers[case], steps[case])
+            step_s = timed(trainings[case], steps[case])
             moved = (sent_bytes() - before) / steps[case]
             blocks.append(Block(case, number, steps[case], step_s, moved))
     return blocks
