@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from baguarun.comm.algorithms.base import Algorithm, Operation, Wire, refuse_hierarchical
+from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
 from baguarun.comm.algorithms.stepper import (
     PendingExchange,
     StepContext,
@@ -17,6 +17,7 @@ from baguarun.comm.algorithms.stepper import (
     require_range,
 )
 from baguarun.comm.extension import load_extension
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
@@ -49,10 +50,11 @@ class LowPrecisionDecentralized(Algorithm):
     while an error would throw the whole training away."""
     resync_interval: int = 0
     """Send w in full in every so manyth exchange, whatever the checksums say; 0: never."""
-    hierarchical: bool | None = None
-    """Exchange between nodes only. None: whatever this version does best, at present among all ranks."""
+    hierarchical: Hierarchical = "auto"
+    """"auto" and False: the ring is of all ranks. True, a ring of nodes, is not there yet."""
 
     def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
         if self.bits not in _WIRES:
             raise UsageError(f"{self.name}: bits={self.bits!r}; want one of {', '.join(map(str, _WIRES))}")
         require_range(self.name, "communication_interval", self.communication_interval, 1)
@@ -64,7 +66,11 @@ class LowPrecisionDecentralized(Algorithm):
         return None
 
     def check(self, env: WorkerEnv) -> None:
-        refuse_hierarchical(self.name, self.hierarchical, env)
+        if self.hierarchical is True and env.num_nodes > 1 and env.local_world_size > 1:
+            raise UsageError(
+                f"{self.name}: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} "
+                "workers is not there yet; want False (a ring of all ranks) or one worker per node"
+            )
 
     def make_stepper(self, context: StepContext) -> Stepper:
         return RingStepper(context, self)

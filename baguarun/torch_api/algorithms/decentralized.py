@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baguarun.comm.algorithms import Decentralized, LowPrecisionDecentralized
+from baguarun.comm.rails import Hierarchical
 
 __all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
 
@@ -24,11 +25,11 @@ def DecentralizedAlgorithm(
 
 
 def LowPrecisionDecentralizedAlgorithm(
-    hierarchical: bool | None = None, communication_interval: int = 1
+    hierarchical: Hierarchical = "auto", communication_interval: int = 1
 ) -> LowPrecisionDecentralized:
     """Sends changes of the weights with 8 bits each to the two neighbours on a ring, after the step.
 
-    Bagua's default is `hierarchical=True`; here it is None, a ring of all ranks for the time being. Asking
+    Bagua's default is `hierarchical=True`; here it is "auto", a ring of all ranks for the time being. Asking
     for True on several nodes with several workers each is refused at construction until it is there. Two
     ranks mix by halves, not by thirds.
     """
