@@ -25,6 +25,11 @@ from baguarun.comm.algorithms import (
     DiLoCo,
     GradientAllReduce,
     LocalSGD,
+    LowPrecisionDecentralized,
+    PowerSGD,
+    QAdam,
+    QAdamOptimizer,
+    Sparse,
 )
 
 Parameters = list[nn.Parameter]
@@ -35,6 +40,11 @@ _POWERSGD_RANK = 8
 
 def adam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=learning_rate)
+
+
+def qadam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
+    """A fifth of a run of 200 steps in full precision."""
+    return QAdamOptimizer(parameters, learning_rate, warmup_steps=40)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,12 @@ CASES: dict[str, Case] = {
     "ddp_powersgd": Case(hook="powersgd"),
     "gradient_allreduce": Case(algorithm=GradientAllReduce()),
     "bytegrad": Case(algorithm=ByteGrad()),
+    "bytegrad_feedback": Case(algorithm=ByteGrad(error_feedback=True)),
+    "qadam": Case(algorithm=QAdam(), optimizer=qadam),
+    "qadam_1bit": Case(algorithm=QAdam(bits=1), optimizer=qadam),
+    "sparse": Case(algorithm=Sparse()),
+    "power_sgd": Case(algorithm=PowerSGD(rank=_POWERSGD_RANK, start_step=10)),
+    "low_precision_decentralized": Case(algorithm=LowPrecisionDecentralized(), synchronous=False),
     "decentralized": Case(algorithm=Decentralized(), synchronous=False),
     "decentralized_shift_one": Case(
         algorithm=Decentralized(peer_selection_mode="shift_one"), synchronous=False

@@ -21,6 +21,11 @@ from baguarun.comm.algorithms import (
     DiLoCo,
     GradientAllReduce,
     LocalSGD,
+    LowPrecisionDecentralized,
+    PowerSGD,
+    QAdam,
+    QAdamOptimizer,
+    Sparse,
 )
 from baguarun.comm.algorithms.decentralized import PeerSelection
 from tests.composition.references import (
@@ -43,6 +48,11 @@ EIGHT_BITS = 0.03
 def make_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """With momentum, so that a step that one side leaves out is seen in all later ones."""
     return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.5, **options})
+
+
+def make_qadam(params: Iterable[Any], lr: float = 0.01, **options: Any) -> QAdamOptimizer:
+    """With a warm-up that ends in the middle of a short program."""
+    return QAdamOptimizer(params, lr, warmup_steps=2, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +93,37 @@ _LISTED = (
         reference=AveragedGradients,
         tolerance=EIGHT_BITS,
         replicas_meet_every=1,
+    ),
+    Row(
+        title="sparse",
+        algorithm=Sparse(density=0.1),
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+    ),
+    Row(
+        title="power_sgd, start_step=2",
+        algorithm=PowerSGD(start_step=2),
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+    ),
+    Row(
+        title="qadam, warmup_steps=2",
+        algorithm=QAdam(),
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+        make_optimizer=make_qadam,
+    ),
+    Row(
+        title="qadam, bits=1, warmup_steps=2",
+        algorithm=QAdam(bits=1),
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+        make_optimizer=make_qadam,
+    ),
+    Row(
+        title="low_precision_decentralized",
+        algorithm=LowPrecisionDecentralized(),
+        tolerance=EIGHT_BITS,
     ),
     Row(title="decentralized", algorithm=Decentralized(), reference=AveragedWithAll),
     Row(
