@@ -48,7 +48,7 @@ def load_engine_state(
             f"the algorithm's state is of another model: {', '.join(differing[:10])} in one of them only"
         )
     residuals = _residuals(engine, parameters, group, state)
-    engine.load_state(
+    taken = engine.load_state(
         extension.EngineState(
             order=[index_of[name] for name in state["order"]],
             order_adopted=state["order_adopted"],
@@ -56,6 +56,11 @@ def load_engine_state(
             result_residuals=state["result_residuals"] if residuals else [],
         )
     )
+    if not taken:
+        warnings.warn(
+            "what sums owed in the algorithm's state is given up: it was of other buckets or nodes",
+            stacklevel=2,
+        )
 
 
 def _residuals(

@@ -93,8 +93,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Between rounds; copies.
   EngineState state();
-  // Between rounds, collective: takes rank 0's order, and this rank's residuals if there are any.
-  void loadState(const EngineState& state);
+  // Between rounds, collective: takes rank 0's order, and this rank's residuals if there are any. False if
+  // the results' are given up: they are of other buckets or nodes.
+  bool loadState(const EngineState& state);
   // kPowerSgd. Between rounds, on all ranks alike: compress after `rounds` more rounds.
   void compressAfter(uint32_t rounds);
   // kPowerSgd. Between rounds: residual and vectors (low_rank.h) of each compressed parameter, in the order

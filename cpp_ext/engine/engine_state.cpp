@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "engine/engine.h"
 #include "engine/errors.h"
 
@@ -60,7 +62,7 @@ EngineState Engine::state() {
   return state;
 }
 
-void Engine::loadState(const EngineState& state) {
+bool Engine::loadState(const EngineState& state) {
   const std::scoped_lock lock(mutex_);
   throwIfRunning("load_state");
   const at::NoGradGuard noGrad;
@@ -78,12 +80,20 @@ void Engine::loadState(const EngineState& state) {
       parameters_[index].residual.copy_(state.residuals[index]);
     }
   }
-  size_t next = 0;
-  for (Bucket& bucket : buckets_) {
-    if (bucket.resultResidual.defined() && next < state.resultResiduals.size()) {
-      bucket.resultResidual.copy_(state.resultResiduals[next++]);
+  std::vector<at::Tensor> results;
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.resultResidual.defined()) {
+      results.push_back(bucket.resultResidual);
     }
   }
+  const std::vector<at::Tensor>& saved = state.resultResiduals;
+  const bool fits = std::equal(
+      results.begin(), results.end(), saved.begin(), saved.end(),
+      [](const at::Tensor& here, const at::Tensor& there) { return here.numel() == there.numel(); });
+  for (size_t index = 0; fits && index < results.size(); ++index) {
+    results[index].copy_(saved[index]);
+  }
+  return fits || saved.empty();
 }
 
 void Engine::throwIfRunning(const char* what) const {

@@ -126,6 +126,28 @@ def test_residuals_of_another_rank_or_world_are_given_up_with_a_warning(tmp_path
     ]
 
 
+def load_into_other_buckets() -> list[str]:
+    def wrap(bucket_cap_mb: float) -> DistributedDataParallel:
+        module = nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70))
+        return DistributedDataParallel(module, algorithm="sparse", bucket_cap_mb=bucket_cap_mb)
+
+    first, second = wrap(0.001), wrap(1)
+    for model in (first, second):
+        model(torch.randn(3, 70)).sum().backward()
+        model(torch.randn(3, 70)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.load_algorithm_state_dict(first.algorithm_state_dict())
+    second(torch.randn(3, 70)).sum().backward()
+    return [str(each.message) for each in caught]
+
+
+def test_what_sums_owe_is_given_up_where_buckets_differ() -> None:
+    for messages in run_ranks(load_into_other_buckets, 2):
+        assert len(messages) == 1
+        assert "is given up: it was of other buckets or nodes" in messages[0]
+
+
 def wrong_states() -> list[str]:
     def state_of(module: nn.Module) -> tuple[DistributedDataParallel, dict[str, Any]]:
         model = DistributedDataParallel(module, algorithm="sparse")
@@ -147,3 +169,17 @@ def test_the_state_of_another_model_is_refused_by_name() -> None:
     for names, sizes in run_ranks(wrong_states, 2):
         assert "the algorithm's state is of another model: bias in one of them only" in names
         assert "owes 72 numbers of 'weight'; want 64" in sizes
+
+
+def load_too_early() -> str:
+    model, optimizer = make(QAdam(bits=1))
+    steps(model, optimizer, 0, 6)
+    state = model.algorithm_state_dict()
+    with pytest.raises(UsageError) as caught:
+        make(QAdam(bits=1))[0].load_algorithm_state_dict(state)
+    return str(caught.value)
+
+
+def test_residuals_of_momentum_want_the_optimizers_state_first() -> None:
+    for message in run_ranks(load_too_early, 2):
+        assert "want no (the same model and settings, and the optimizers' state loaded before)" in message

@@ -329,6 +329,28 @@ def test_in_a_world_of_one_momentum_is_mixed_by_the_optimizer() -> None:
     run_ranks(alone, 1)
 
 
+def whole_momentum() -> None:
+    """Float64 has no codec: as the optimizer by itself with gradients averaged beforehand."""
+    module, plain = mlp(torch.float64), mlp(torch.float64)
+    made = [QAdamOptimizer(two_groups(each), lr=0.01, warmup_steps=3) for each in (module, plain)]
+    model = DistributedDataParallel(module, optimizers=made[:1], algorithm=QAdam(bits=1))
+    for _ in range(7):
+        x = batch(module)
+        gradients = local_gradients(model, lambda local, x=x: loss(local(x)).backward())
+        made[0].zero_grad()
+        loss(model(x)).backward()
+        made[0].step()
+        for name, parameter in plain.named_parameters():
+            parameter.grad = torch.stack(gradients[name]).mean(0)
+        made[1].step()
+        for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+
+
+def test_float64_momentum_travels_whole() -> None:
+    run_ranks(whole_momentum, 3)
+
+
 def refusals() -> None:
     module = mlp()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
