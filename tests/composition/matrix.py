@@ -128,7 +128,12 @@ class Refusal:
     """Why it cannot be, in terms of the algorithm."""
 
 
-REFUSED: dict[tuple[str, str], Refusal] = {}
+REFUSED: dict[tuple[str, str], Refusal] = {
+    ("qadam, warmup_steps=2", "foreach, fused"): Refusal(
+        message="unexpected keyword argument 'foreach'",
+        reason="the step takes momentum that is averaged already; torch's kernels would mix it in again",
+    ),
+}
 """By titles of row and feature."""
 
 

@@ -44,6 +44,13 @@ ROUNDING = 2e-5
 EIGHT_BITS = 0.03
 """The same for 8 bits on the wire. A gradient that is lost or counted twice differs ten times as much."""
 
+UNEVEN = 0.15
+"""The same where what is sent is no smooth function of gradients: which numbers are largest, which way a
+matrix points, what is divided by a small variance. Rounding is magnified; a lost gradient differs more still.
+
+With a sign per number, QAdam's other setting, a step depends on how parameters share blocks, which features
+change: it is held against plain code in tests/comm/algorithms/test_qadam.py instead."""
+
 
 def make_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """With momentum, so that a step that one side leaves out is seen in all later ones."""
@@ -71,6 +78,8 @@ class Row:
     """Whether rank 0's buffers overwrite the others' before the forward of a step, counted from 0."""
     make_optimizer: Callable[..., torch.optim.Optimizer] = make_sgd
     """(parameters, **options) -> the optimizer; options are torch's lr, foreach, fused."""
+    knows_scaler: bool = False
+    """The optimizer has to know of a GradScaler, as `grad_scaler`."""
 
 
 _LISTED = (
@@ -97,28 +106,22 @@ _LISTED = (
     Row(
         title="sparse",
         algorithm=Sparse(density=0.1),
-        tolerance=EIGHT_BITS,
+        tolerance=UNEVEN,
         replicas_meet_every=1,
     ),
     Row(
         title="power_sgd, start_step=2",
         algorithm=PowerSGD(start_step=2),
-        tolerance=EIGHT_BITS,
+        tolerance=UNEVEN,
         replicas_meet_every=1,
     ),
     Row(
         title="qadam, warmup_steps=2",
         algorithm=QAdam(),
-        tolerance=EIGHT_BITS,
+        tolerance=UNEVEN,
         replicas_meet_every=1,
         make_optimizer=make_qadam,
-    ),
-    Row(
-        title="qadam, bits=1, warmup_steps=2",
-        algorithm=QAdam(bits=1),
-        tolerance=EIGHT_BITS,
-        replicas_meet_every=1,
-        make_optimizer=make_qadam,
+        knows_scaler=True,
     ),
     Row(
         title="low_precision_decentralized",

@@ -37,8 +37,10 @@ def accumulates(side: Side) -> None:
 
 def scales_losses(side: Side) -> None:
     """One rank's gradients overflow once: the step is left out by all who see it, and by nobody else."""
-    trainer = side.wrap(mlp())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000, enabled=side.has_feature)
+    net = mlp()
+    known = {"grad_scaler": scaler} if side.row.knows_scaler and side.has_feature else {}
+    trainer = side.wrap(net, [side.make_optimizer(net.parameters(), **known)])
     for step in range(STEPS):
         trainer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -118,12 +120,13 @@ def clips_gradients(side: Side) -> None:
 def follows_a_schedule(side: Side) -> None:
     trainer = side.wrap(mlp())
     (optimizer,) = trainer.optimizers
+    rate = optimizer.param_groups[0]["lr"]
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if side.has_feature else None
     for step in range(STEPS):
         trainer.zero_grad()
         loss(trainer(batch(step))).backward()
         if schedule is None:
-            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step // 2)
+            optimizer.param_groups[0]["lr"] = rate * 0.5 ** (step // 2)
         trainer.step()
         if schedule is not None:
             schedule.step()
