@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
-from baguarun.comm.algorithms.coded import start_coded_average
+from baguarun.comm.algorithms.coded import CodedReduction, start_coded_average
 from baguarun.comm.algorithms.stepper import (
     Pending,
     StepContext,
@@ -91,7 +91,7 @@ class _Fragment:
         self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
         self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
         # The average change: a handle while it is under way, tensors after a resume.
-        self.pending: Pending | list[torch.Tensor] | None = None
+        self.pending: Pending | CodedReduction | list[torch.Tensor] | None = None
 
     def change(self, wire: torch.dtype | None) -> list[torch.Tensor]:
         changes = [outer - local for outer, local in zip(self.outer, self.local, strict=True)]
@@ -146,7 +146,7 @@ class _Outer(Stepper):
         for fragment in self._fragments:
             fragment.average_change()
 
-    def _start(self, fragment: _Fragment) -> Pending:
+    def _start(self, fragment: _Fragment) -> Pending | CodedReduction:
         change = fragment.change(_WIRES[self._settings.wire])
         if self._settings.wire == "int8" and change:
             return start_coded_average(self, change, Wire.MINMAX8)
