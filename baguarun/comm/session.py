@@ -23,12 +23,13 @@ from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.models import bucket_limits, find_tensors, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
-KIB, MIB = 2**10, 2**20
+MIB = 2**20
 
 _BUCKET_ALIGN_BYTES = 64
 """In shared memory; as kBucketAlignBytes in cpp_ext/engine/bucket.h."""
@@ -364,72 +365,6 @@ class DataParallelSession:
             raise CommunicationError(
                 f"broadcast of {len(tensors)} tensors from rank 0 failed: {error}"
             ) from error
-
-
-def bucket_limits(
-    total_bytes: int, world_size: int, device: torch.device, cap_mb: float | None
-) -> tuple[int, int]:
-    """Bytes at which the first bucket closes, and the others, for `total_bytes` of gradients."""
-    if device.type != "cpu":
-        # What NCCL wants: few launches; the first bucket is small so that communication starts early.
-        cap = int(cap_mb * MIB) if cap_mb is not None else 25 * MIB
-        return min(cap, MIB), cap
-    if cap_mb is not None:
-        return int(cap_mb * MIB), int(cap_mb * MIB)
-    # Enough buckets to overlap, as long as the messages of one bucket are worth sending; the first one small,
-    # so that the network has something to do while backward has not got far.
-    floor = max(256 * KIB, 16 * KIB * world_size)
-    cap = min(max(total_bytes // 4, floor), max(16 * MIB, floor))
-    return max(cap // 2, floor), cap
-
-
-def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Named parameters that require gradients, each once; raises `UsageError` for what cannot be served."""
-    _refuse_sparse(module)
-    found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not found:
-        raise UsageError(
-            "the module has no parameter that requires a gradient: there is nothing to make parallel"
-        )
-    device = found[0][1].device
-    for name, parameter in found:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UsageError(
-                f"parameter '{name}' is not initialised; run one forward before wrapping the module"
-            )
-        if parameter.is_complex():
-            raise UsageError(f"parameter '{name}' is {parameter.dtype}; complex parameters are not supported")
-        if parameter.layout is not torch.strided:
-            raise UsageError(f"parameter '{name}' has layout {parameter.layout}; want a dense one")
-        if parameter.device != device:
-            raise UsageError(
-                f"parameter '{name}' is on {parameter.device}, '{found[0][0]}' on {device}; want one device"
-            )
-    return found
-
-
-def find_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, mappings and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from find_tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from find_tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from find_tensors(getattr(output, field.name))
-
-
-def _refuse_sparse(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-            path = f"{name}.weight" if name else "weight"
-            raise UsageError(
-                f"parameter '{path}' has sparse gradients, which are not supported; want sparse=False"
-            )
 
 
 def _require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

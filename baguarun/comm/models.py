@@ -1,0 +1,80 @@
+"""What a model offers to an engine: its parameters, how large buckets are to be, what forward returned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from baguarun.errors import UsageError
+
+KIB, MIB = 2**10, 2**20
+
+
+def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Named parameters that require gradients, each once; raises `UsageError` for what cannot be served."""
+    _refuse_sparse(module)
+    found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not found:
+        raise UsageError(
+            "the module has no parameter that requires a gradient: there is nothing to make parallel"
+        )
+    device = found[0][1].device
+    for name, parameter in found:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"parameter '{name}' is not initialised; run one forward before wrapping the module"
+            )
+        if parameter.is_complex():
+            raise UsageError(f"parameter '{name}' is {parameter.dtype}; complex parameters are not supported")
+        if parameter.layout is not torch.strided:
+            raise UsageError(f"parameter '{name}' has layout {parameter.layout}; want a dense one")
+        if parameter.device != device:
+            raise UsageError(
+                f"parameter '{name}' is on {parameter.device}, '{found[0][0]}' on {device}; want one device"
+            )
+    return found
+
+
+def bucket_limits(
+    total_bytes: int, world_size: int, device: torch.device, cap_mb: float | None
+) -> tuple[int, int]:
+    """Bytes at which the first bucket closes, and the others, for `total_bytes` of gradients."""
+    if device.type != "cpu":
+        # What NCCL wants: few launches; the first bucket is small so that communication starts early.
+        cap = int(cap_mb * MIB) if cap_mb is not None else 25 * MIB
+        return min(cap, MIB), cap
+    if cap_mb is not None:
+        return int(cap_mb * MIB), int(cap_mb * MIB)
+    # Enough buckets to overlap, as long as the messages of one bucket are worth sending; the first one small,
+    # so that the network has something to do while backward has not got far.
+    floor = max(256 * KIB, 16 * KIB * world_size)
+    cap = min(max(total_bytes // 4, floor), max(16 * MIB, floor))
+    return max(cap // 2, floor), cap
+
+
+def find_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from find_tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from find_tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from find_tensors(getattr(output, field.name))
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            path = f"{name}.weight" if name else "weight"
+            raise UsageError(
+                f"parameter '{path}' has sparse gradients, which are not supported; want sparse=False"
+            )
