@@ -176,9 +176,20 @@ NOTES = (
         "exchange of weights at its next forward, for which others may wait.",
     ),
     Note(
+        feature="GradScaler",
+        concerns=is_a("qadam"),
+        text="Write `QAdamOptimizer(..., grad_scaler=scaler)`: momentum is mixed before the scaler sees it. "
+        "Without it the first scaled step is refused.",
+    ),
+    Note(
         feature="clipping",
         concerns=sends_gradients,
         text="The norm is that of the combined gradient, the same on all ranks.",
+    ),
+    Note(
+        feature="clipping",
+        concerns=is_a("qadam"),
+        text="After the warm-up it is momentum that is clipped.",
     ),
     Note(
         feature="clipping",
