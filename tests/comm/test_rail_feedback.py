@@ -1,4 +1,4 @@
-"""Error feedback and momentum where exchanges go by rail: what leaves the node is what is fed back."""
+"""Codecs with a memory, and coded averages of weights, where exchanges go by rail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from baguarun.comm.algorithms import Algorithm, ByteGrad, QAdam, QAdamOptimizer, Sparse
+from baguarun.comm.algorithms import Algorithm, ByteGrad, DiLoCo, QAdam, QAdamOptimizer, Sparse
 from baguarun.comm.ddp import DistributedDataParallel
 from tests.comm.models import assert_same_on_all_ranks, batch, expected_average, gathered_gradients, loss, mlp
 from tests.comm.nodes import live_on_nodes
@@ -68,3 +68,29 @@ def trains(sizes: Sequence[int]) -> tuple[float, float]:
 def test_qadam_learns_by_rail(sizes: Sequence[int]) -> None:
     for first, last in run_ranks(trains, sum(sizes), sizes):
         assert last < 0.05 * first
+
+
+def goes_outer_steps(sizes: Sequence[int]) -> float:
+    """How far weights with 8 bits and by rail end from those in full precision, as a share of their way."""
+    live_on_nodes(sizes)
+    ends = []
+    for settings in (DiLoCo(local_steps=2, wire="int8", hierarchical=True), DiLoCo(local_steps=2)):
+        torch.manual_seed(0)
+        module = mlp(torch.float32, width=61)
+        start = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        model = DistributedDataParallel(module, optimizers=[optimizer], algorithm=settings)
+        x = batch(module)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(model(x)).backward()
+            optimizer.step()
+        assert_same_on_all_ranks([parameter.detach() for parameter in module.parameters()])
+        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
+    coded, full = ends
+    return ((coded - full).norm() / (full - start).norm()).item()
+
+
+@pytest.mark.parametrize("sizes", PLACES, ids=str)
+def test_outer_steps_of_8_bits_go_by_rail(sizes: Sequence[int]) -> None:
+    assert all(0 < share < 0.03 for share in run_ranks(goes_outer_steps, sum(sizes), sizes))

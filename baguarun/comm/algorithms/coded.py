@@ -36,7 +36,7 @@ class CodedReduction:
         group: dist.ProcessGroup,
         wire: Wire,
         number: int,
-        rails: RailGroups | None,
+        rails: RailGroups | None = None,
     ) -> None:
         """`number` is another one for each reduction of the group that is under way. With `rails`, only what
         leaves the node is coded."""
