@@ -10,7 +10,7 @@ from baguarun.launcher.options import OPTIONS
 def test_the_public_options_are_these_and_no_others() -> None:
     listed = {option.name for option in OPTIONS if not option.refusal}
     assert listed == {
-        *("nproc-per-node", "bind", "algorithm", "bagua-net", "role"),
+        *("nproc-per-node", "bind", "algorithm", "bagua-net", "timeline", "role"),
         *("nnodes", "store", "job-id", "standalone", "local-addr", "node-name", "node-rank"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-conf", "master-addr", "master-port"),
         *("elastic", "max-restarts", "detect-timeout", "join-timeout", "shutdown-timeout"),
