@@ -142,9 +142,7 @@ class DataParallelSession:
         if exchanged:
             self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
             self._memory = algorithm.make_memory(self._engine)
-        if exchanged and self._stages is not None:
-            tensors = [parameter for _, parameter in exchanged]
-            self._staged = StagedEngine(self._engine, self._stages, tensors, self._make_spec)
+            self._staged = self._follow_stages([parameter for _, parameter in exchanged])
 
     @property
     def stepper(self) -> Stepper | None:
@@ -340,6 +338,11 @@ class DataParallelSession:
                 arena_bytes=arena_bytes,
             ),
         )
+
+    def _follow_stages(self, parameters: Sequence[nn.Parameter]) -> StagedEngine | None:
+        if self._stages is None:
+            return None
+        return StagedEngine(self._engine, self._stages, parameters, self._make_spec)
 
     def _make_spec(self, operation: Operation) -> Any:
         spec = operation_spec(operation)
