@@ -131,6 +131,9 @@ void Communicator::abort(const std::string& reason) noexcept { implementation_->
 std::optional<Error> Communicator::failure() const { return implementation_->verdict().get(); }
 std::shared_ptr<void> Communicator::allocate(size_t bytes) { return implementation_->allocate(bytes); }
 size_t Communicator::roomLeft() const noexcept { return implementation_->roomLeft(); }
+std::chrono::milliseconds Communicator::beatInterval() const noexcept {
+  return implementation_->beatInterval();
+}
 int Communicator::rank() const noexcept { return implementation_->rank(); }
 int Communicator::size() const noexcept { return implementation_->size(); }
 uint64_t Communicator::bytesSent() const noexcept { return implementation_->bytesSent(); }

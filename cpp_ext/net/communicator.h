@@ -7,11 +7,13 @@
 // the same bits on all ranks. 16-bit floats are summed in fp32 and rounded once on one host, and everywhere
 // up to 64 KiB; larger ones are rounded once more per host on their way between hosts.
 //
-// Collectives block and run in the order of the calls, which must be the same on all ranks; every call says
-// what it is to the others, and calls that differ end with Fault::kUsage on every rank (in its next call
-// where a rank needed nothing of the others, as the root of a broadcast). Messages between two ranks do not
-// block: they are matched by tag, in any order of tags, first-in first-out within one, and move while anybody
-// is in progress() or in a collective.
+// Collectives block and run in the order of the calls, which must be the same on all ranks. Every call says
+// to those whom it sends to what it is and what came before it, and calls that differ end with Fault::kUsage
+// on every rank: none comes out of a barrier, all-reduce, reduce-scatter, all-gather or all-to-all, where it
+// needs all others, before all have called the same up to there. A broadcast, reduce, gather or scatter that
+// needs only some of the others, or none, may return first. Messages between two ranks do not block: they
+// are matched by tag, in any order of tags, first-in first-out within one, and move while anybody is in
+// progress() or in a collective.
 //
 // Failure. A rank that dies, breaks the protocol or gives no sign of life, and a deadline that passes, break
 // the communicator: every operation under way and every later one throws the same Error naming the rank, and
@@ -25,6 +27,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -57,6 +60,8 @@ class Communicator {
     // Ranks that say different things here share no memory, whoever is on their host. Empty: what the system
     // says.
     std::string host = {};
+    // Called again and again while the making waits for others; what it throws gives it up. May be empty.
+    std::function<void()> check = {};
   };
 
   // A message under way. Shared by who asked for it and the communicator.
@@ -114,6 +119,10 @@ class Communicator {
   std::shared_ptr<void> allocate(size_t bytes);
   // Bytes that allocate() can still give.
   size_t roomLeft() const noexcept;
+
+  // How often somebody must call progress(), or anything else that moves messages, lest the other ranks take
+  // this one for dead; 0: whenever it likes.
+  std::chrono::milliseconds beatInterval() const noexcept;
 
   int rank() const noexcept;
   int size() const noexcept;

@@ -123,7 +123,7 @@ void Communicator::Implementation::enter(Call call, Clock::time_point deadline) 
     call_ = call;
     met_.control->enter(call, deadline);
     if (met_.shm != nullptr) {
-      met_.shm->describe(call);
+      met_.shm->describe(met_.control->ownTrail(call.sequence));
     }
   }
 }
@@ -135,7 +135,7 @@ void Communicator::Implementation::breakWith(const Error& error, bool isInCall) 
     hasTold_ = told->isKnown();
   } else if (met_.control != nullptr && !verdict_->isBroken() && error.fault() == Fault::kRemote) {
     // Who broke may have closed its links before its words came.
-    const Told why = met_.control->explainBreak(error, isInCall);
+    const Told why = met_.control->explainBreak(error, isInCall, [this] { return verdict_->isBroken(); });
     hasTold_ = why.isKnown();
     cause = why;
   }

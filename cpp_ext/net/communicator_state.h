@@ -52,6 +52,9 @@ class Communicator::Implementation : private WireContext {
 
   int rank() const noexcept { return options_.rank; }
   int size() const noexcept { return options_.size; }
+  std::chrono::milliseconds beatInterval() const noexcept {
+    return met_.control == nullptr ? std::chrono::milliseconds(0) : options_.env.beatTimeout / 4;
+  }
   const Verdict& verdict() const noexcept { return *verdict_; }
   uint64_t bytesSent() const noexcept { return met_.mesh == nullptr ? 0 : met_.mesh->bytesSent(); }
 
@@ -65,7 +68,7 @@ class Communicator::Implementation : private WireContext {
   // WireContext
   Mesh& mesh() override { return *met_.mesh; }
   void await(int rank) override;
-  Call ownCall(uint64_t sequence) const override { return met_.control->ownCall(sequence); }
+  CallTrail ownTrail(uint64_t sequence) const override { return met_.control->ownTrail(sequence); }
   std::byte* scratch(size_t bytes) override;
 
   void watch();

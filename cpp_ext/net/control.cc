@@ -32,8 +32,12 @@ std::string getText(const char (&from)[kSize]) {
 
 }  // namespace
 
-Control::Control(int rank, int size, Mesh& mesh)
-    : rank_(rank), size_(size), mesh_(mesh), peers_(static_cast<size_t>(size)) {
+Control::Control(int rank, int size, Mesh& mesh, Clock::duration beatTimeout)
+    : rank_(rank),
+      size_(size),
+      mesh_(mesh),
+      peers_(static_cast<size_t>(size)),
+      beats_(beatTimeout, size, Clock::now()) {
   if (!isHub()) {
     mesh_.want(Mesh::Use::kControl, 0);
   }
@@ -62,9 +66,9 @@ void Control::enter(const Call& call, Clock::time_point deadline) {
   const auto now = Clock::now();
   const auto asking =
       std::clamp<Clock::duration>((deadline - now) / 2, Clock::duration(0), Clock::duration(kAskingTime));
-  call_ = call;
-  ownCalls_[call.sequence % ownCalls_.size()] = call;
-  peers_[static_cast<size_t>(rank_)].call = call;
+  trail_ = trail_.followedBy(call);
+  ownTrails_[call.sequence % ownTrails_.size()] = trail_;
+  peers_[static_cast<size_t>(rank_)].trail = trail_;
   reportAt_ = now + kLongWait;
   askAt_ = deadline - asking;
   deadline_ = deadline;
@@ -120,7 +124,7 @@ Control::Word Control::make(Kind kind) const {
   Word word{};
   word.kind = kind;
   word.rank = rank_;
-  word.call = call_;
+  word.trail = trail_;
   return word;
 }
 
@@ -211,7 +215,29 @@ bool Control::progress() {
     conclude();
     moved = true;
   }
+  if (beats_.areOn()) {
+    beat();
+  }
   return moved;
+}
+
+// Gives a sign of life when it is due, and looks for those of the others.
+void Control::beat() {
+  if (!beats_.look(Clock::now())) {
+    return;
+  }
+  sayAll(make(Kind::kBeat), rank_);
+  flush(Clock::duration(0));
+  forLinked([&](int rank) {
+    const Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (!peer.hasLeft && !peer.lostAt.has_value() && beats_.isSilent(rank)) {
+      const auto silence = std::chrono::duration_cast<std::chrono::milliseconds>(4 * beats_.interval());
+      throw Told(Error(Fault::kRemote, name(rank),
+                       "has given no sign of life for " + std::to_string(silence.count()) +
+                           " ms: is it stopped, or the network cut?"),
+                 false);
+    }
+  });
 }
 
 // Takes one word. False: there was none.
@@ -246,6 +272,7 @@ void Control::obey(int from, const Word& word) {
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];
   hasHeardHub_ |= from == 0;
+  beats_.hear(from);
   switch (word.kind) {
     case Kind::kLeaving:
       peer.hasLeft = true;
@@ -269,22 +296,24 @@ void Control::obey(int from, const Word& word) {
       throw Told(Error(word.fault, getText(word.peer), text), true);
     }
     case Kind::kWaiting:
-      peer.call = word.call;
+      peer.trail = word.trail;
       if (isHub()) {
         if (inquiry_.has_value()) {
-          inquiry_->answer(rank, word.call);
+          inquiry_->answer(rank, word.trail.call);
         }
         compare(rank);
       }
       return;
     case Kind::kDoubting:
-      peer.call = word.call;
+      peer.trail = word.trail;
       if (isHub()) {
         ask(word, rank);
       }
       return;
     case Kind::kAsking:
       say(0, make(Kind::kWaiting));
+      return;
+    case Kind::kBeat:
       return;
     case Kind::kFinding:
       finding_ = Error(word.fault, getText(word.peer), getText(word.text));
@@ -293,29 +322,27 @@ void Control::obey(int from, const Word& word) {
   throw Error(Fault::kRemote, name(from), "sent a control message that means nothing");
 }
 
-Call Control::ownCall(uint64_t sequence) const {
-  const Call& call = ownCalls_[sequence % ownCalls_.size()];
-  return call.sequence == sequence ? call : Call{};
+const CallTrail& Control::ownTrail(uint64_t sequence) const {
+  const CallTrail& trail = ownTrails_[sequence % ownTrails_.size()];
+  return trail.call.sequence == sequence ? trail : trail_;
 }
 
-// What `rank` said it calls with this number, or something of another.
-const Call& Control::callOf(int rank, uint64_t sequence) const {
-  return rank == 0 ? ownCalls_[sequence % ownCalls_.size()] : peers_[static_cast<size_t>(rank)].call;
+// What `rank` said it calls, this one with this number.
+const CallTrail& Control::trailOf(int rank, uint64_t sequence) const {
+  return rank == rank_ ? ownTrail(sequence) : peers_[static_cast<size_t>(rank)].trail;
 }
 
 // Rank 0: whether somebody waits in another call of the same number.
 void Control::compare(int rank) {
-  const Call& call = peers_[static_cast<size_t>(rank)].call;
+  const uint64_t sequence = peers_[static_cast<size_t>(rank)].trail.call.sequence;
   for (int other = 0; other < size_; ++other) {
-    const Call& theirs = callOf(other, call.sequence);
-    if (other != rank && theirs.kind != CallKind::kNone && theirs.sequence == call.sequence &&
-        theirs != call) {
-      const int later = std::max(rank, other);
-      const int earlier = std::min(rank, other);
-      throw Told(Error(Fault::kUsage, name(later),
-                       "calls " + callOf(later, call.sequence).text() + ", where " + name(earlier) +
-                           " calls " + callOf(earlier, call.sequence).text()),
-                 false);
+    if (other == rank) {
+      continue;
+    }
+    const int later = std::max(rank, other);
+    const int earlier = std::min(rank, other);
+    if (const auto text = difference(trailOf(later, sequence), trailOf(earlier, sequence), name(earlier))) {
+      throw Told(Error(Fault::kUsage, name(later), *text), false);
     }
   }
 }
@@ -333,15 +360,15 @@ void Control::checkLost(int rank) {
 // Rank 0: `asker` has said the `doubt`.
 void Control::ask(const Word& doubt, int asker) {
   if (inquiry_.has_value()) {
-    inquiry_->answer(asker, doubt.call);
+    inquiry_->answer(asker, doubt.trail.call);
     // So that it knows that somebody is here.
     say(asker, make(Kind::kAsking));
     return;
   }
   const auto patience = std::min<Clock::duration>(std::chrono::milliseconds(doubt.patienceMs), kAskingTime);
-  inquiry_.emplace(size_, asker, doubt.call, Error(doubt.fault, getText(doubt.peer), getText(doubt.text)),
-                   Clock::now() + patience);
-  inquiry_->answer(0, call_);
+  inquiry_.emplace(size_, asker, doubt.trail.call,
+                   Error(doubt.fault, getText(doubt.peer), getText(doubt.text)), Clock::now() + patience);
+  inquiry_->answer(0, trail_.call);
   sayAll(make(Kind::kAsking), rank_);
 }
 
@@ -353,7 +380,7 @@ void Control::conclude() {
 
 // What is wrong if `rank`, which this one waits for, goes on like this.
 Error Control::lateness(int rank) const {
-  return Error(Fault::kTimeout, name(rank), "did not deliver its part of " + call_.text() + " in time");
+  return Error(Fault::kTimeout, name(rank), "did not deliver its part of " + trail_.call.text() + " in time");
 }
 
 // The deadline has passed.
@@ -362,18 +389,18 @@ Error Control::overdue(int rank) const {
     return *finding_;
   }
   if (isHubSilent()) {
-    return Error(Fault::kTimeout, name(0), "did not take part in " + call_.text() + " in time");
+    return Error(Fault::kTimeout, name(0), "did not take part in " + trail_.call.text() + " in time");
   }
   const Error late = lateness(rank);
   return Error(late.fault(), late.peer(), late.message() + " (found by " + name(rank_) + ")");
 }
 
-Told Control::explainBreak(const Error& error, bool isInCall) {
+Told Control::explainBreak(const Error& error, bool isInCall, const std::function<bool()>& isSettled) {
   Clock::duration patience = kReasonTime;
   if (isInCall) {
     patience = std::clamp<Clock::duration>(deadline_ - Clock::now(), kLeastReasonTime, kReasonTime);
   }
-  if (const auto told = listen(patience)) {
+  if (const auto told = listen(patience, isSettled)) {
     return *told;
   }
   // Somebody whose deadline was earlier has closed its links, and rank 0 would have told of it.
@@ -381,10 +408,10 @@ Told Control::explainBreak(const Error& error, bool isInCall) {
 }
 
 // What the others say, if they do within `patience`. Only control links are looked at.
-std::optional<Told> Control::listen(Clock::duration patience) {
+std::optional<Told> Control::listen(Clock::duration patience, const std::function<bool()>& isSettled) {
   const auto end = Clock::now() + patience;
   try {
-    while (Clock::now() < end) {
+    while (Clock::now() < end && !isSettled()) {
       forLinked([&](int rank) {
         Link* const link = mesh_.find(Mesh::Use::kControl, rank);
         if (link != nullptr && !peers_[static_cast<size_t>(rank)].lostAt.has_value()) {
@@ -410,6 +437,9 @@ std::optional<Clock::time_point> Control::nextCall() const {
   std::optional<Clock::time_point> next;
   if (inquiry_.has_value()) {
     next = inquiry_->end();
+  }
+  if (beats_.areOn()) {
+    next = std::min(next.value_or(Clock::time_point::max()), beats_.next());
   }
   for (const Peer& peer : peers_) {
     if (peer.lostAt.has_value() && !peer.hasLeft) {

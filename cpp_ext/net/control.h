@@ -4,15 +4,20 @@
 // which, and rank 0 compares: ranks that wait in different calls are told so. Some time before a deadline,
 // who waits tells rank 0, which asks around and lets all know who did not come or does not answer. When the
 // deadline passes, the error that names them is thus at hand; what comes in time still is no error.
+//
+// Where beats are on (BAGUA_NET_BEAT_TIMEOUT_S), each also gives a sign of life now and then, in a call or
+// not, and who gives none breaks the communicator.
 #pragma once
 
 #include <array>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "net/beats.h"
 #include "net/call.h"
 #include "net/error.h"
 #include "net/inquiry.h"
@@ -24,7 +29,8 @@ namespace baguarun::net {
 // Threads: one at a time.
 class Control {
  public:
-  Control(int rank, int size, Mesh& mesh);
+  // `beatTimeout`: of silence, after which a rank is taken for lost; 0: never.
+  Control(int rank, int size, Mesh& mesh, Clock::duration beatTimeout = Clock::duration(0));
 
   // Once the control links are there.
   bool isComplete() const;
@@ -33,8 +39,8 @@ class Control {
 
   // The call that this rank is in, or was in last, which must have ended by `deadline`.
   void enter(const Call& call, Clock::time_point deadline);
-  // The one with that number, kNone where it is forgotten.
-  Call ownCall(uint64_t sequence) const;
+  // The one with that number; the last one where it is forgotten.
+  const CallTrail& ownTrail(uint64_t sequence) const;
   // It still waits in it, for `rank`: tells rank 0 of that when it is due. To be called again when it says.
   // Throws Told when the deadline has passed: who is to blame.
   void keepWaiting(int rank);
@@ -55,13 +61,14 @@ class Control {
 
   // Why a link broke, if somebody has a better reason than `error`. Takes up to 0.3 s, in a call (`isInCall`)
   // not much longer than until its deadline.
-  Told explainBreak(const Error& error, bool isInCall);
+  // `isSettled`: the reason does not matter any more.
+  Told explainBreak(const Error& error, bool isInCall, const std::function<bool()>& isSettled);
 
   // When progress() must be called though nothing comes.
   std::optional<Clock::time_point> nextCall() const;
 
  private:
-  enum class Kind : uint32_t { kLeaving, kFailure, kWaiting, kDoubting, kAsking, kFinding };
+  enum class Kind : uint32_t { kLeaving, kFailure, kWaiting, kDoubting, kAsking, kFinding, kBeat };
 
   // Goes over the wire as it is.
   struct Word {
@@ -69,7 +76,7 @@ class Control {
     Fault fault;
     int32_t rank;
     uint32_t patienceMs;  // of kDoubting: for answers
-    Call call;
+    CallTrail trail;
     char peer[128];
     char text[600];
   };
@@ -81,7 +88,7 @@ class Control {
     Word word{};  // that comes next
     Request* incoming = nullptr;
     std::deque<Outgoing> outgoing;
-    Call call;  // that it said it waits in
+    CallTrail trail;  // of the call that it said it waits in
     bool hasLeft = false;
     std::optional<Clock::time_point> lostAt;  // its link ended without a word
   };
@@ -97,7 +104,7 @@ class Control {
   bool hear(int from);
   void obey(int from, const Word& word);
   void compare(int rank);
-  const Call& callOf(int rank, uint64_t sequence) const;
+  const CallTrail& trailOf(int rank, uint64_t sequence) const;
   void reportWaiting();
   void doubt(int rank);
   void ask(const Word& doubt, int asker);
@@ -106,15 +113,16 @@ class Control {
   Error lateness(int rank) const;
   Error overdue(int rank) const;
   void checkLost(int rank);
-  std::optional<Told> listen(Clock::duration patience);
+  void beat();
+  std::optional<Told> listen(Clock::duration patience, const std::function<bool()>& isSettled);
   std::string name(int rank) const { return mesh_.name(rank); }
 
   const int rank_;
   const int size_;
   Mesh& mesh_;
-  Call call_;
+  CallTrail trail_;
   // A rank may be ahead of others: roots need not wait for them.
-  std::array<Call, 64> ownCalls_{};
+  std::array<CallTrail, 64> ownTrails_{};
   // Of the call.
   Clock::time_point reportAt_;
   Clock::time_point askAt_;
@@ -127,6 +135,7 @@ class Control {
   std::optional<Error> finding_;
 
   std::vector<Peer> peers_;
+  Beats beats_;
   // Of rank 0.
   std::optional<Inquiry> inquiry_;
 };

@@ -78,6 +78,7 @@ Env Env::read(const Lookup& lookup) {
       .connectTimeout = readSeconds(lookup, "BAGUA_NET_CONNECT_TIMEOUT_S", 60),
       .helloTimeout = readSeconds(lookup, "BAGUA_NET_HELLO_TIMEOUT_S", 10),
       .peerTimeout = readSeconds(lookup, "BAGUA_NET_PEER_TIMEOUT_S", 20),
+      .beatTimeout = readSeconds(lookup, "BAGUA_NET_BEAT_TIMEOUT_S", 0),
       .ncclIfname = readText(lookup, "NCCL_SOCKET_IFNAME"),
       .glooIfname = readText(lookup, "GLOO_SOCKET_IFNAME"),
       .family = readFamily(lookup),

@@ -38,6 +38,11 @@ struct Env {
   // is alive.
   const std::chrono::milliseconds peerTimeout{20'000};
 
+  // BAGUA_NET_BEAT_TIMEOUT_S: after how many seconds without a sign of life from a rank a communicator of
+  // several hosts breaks, whether that rank is waited for or not; 0.1 or more (never). The same on all ranks.
+  // `baguarun run --elastic in-place` sets it.
+  const std::chrono::milliseconds beatTimeout{0};
+
   // NCCL_SOCKET_IFNAME: interfaces to use, by NCCL's rules (see interfaces.h). Unset: NCCL's default order.
   const std::optional<std::string> ncclIfname = {};
 

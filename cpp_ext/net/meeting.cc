@@ -12,6 +12,9 @@ namespace {
 // A ShmGroup is made in as many exchanges; who makes none takes part in them with nothing.
 constexpr int kShmExchanges = 2;
 
+// Between two looks whether the making is given up.
+constexpr std::chrono::milliseconds kLook{20};
+
 std::string oneLine(std::string text) {
   std::ranges::replace(text, '\n', ' ');
   return text;
@@ -102,7 +105,8 @@ std::unique_ptr<ShmGroup> shareMemory(const HostMap& map, const Communicator::Op
                                                            .nonce = options.nonce,
                                                            .timeout = options.timeout,
                                                            .arenaBytes = options.arenaBytes,
-                                                           .labels = ranks},
+                                                           .labels = ranks,
+                                                           .check = options.check},
                                          among);
     } catch (const Error& error) {
       failure = error;
@@ -118,7 +122,8 @@ std::unique_ptr<ShmGroup> shareMemory(const HostMap& map, const Communicator::Op
 // Waits until this rank's control links are there.
 void joinControl(Meeting& meeting, const Communicator::Options& options) {
   const auto end = Clock::now() + options.timeout;
-  meeting.control = std::make_unique<Control>(options.rank, options.size, *meeting.mesh);
+  meeting.control =
+      std::make_unique<Control>(options.rank, options.size, *meeting.mesh, options.env.beatTimeout);
   while (!meeting.control->isComplete()) {
     if (meeting.mesh->progress()) {
       continue;
@@ -128,7 +133,10 @@ void joinControl(Meeting& meeting, const Communicator::Options& options) {
                   "no connection within " + std::to_string(options.timeout.count()) +
                       " ms: is there a firewall, or the wrong interface (NCCL_SOCKET_IFNAME)?");
     }
-    waitReadable(meeting.mesh->pollFd(), std::chrono::milliseconds(100));
+    if (options.check) {
+      options.check();
+    }
+    waitReadable(meeting.mesh->pollFd(), kLook);
   }
 }
 

@@ -81,7 +81,7 @@ ShmGroup::Layout::Pair ShmGroup::Layout::pair(int from, int to) const {
 }
 
 std::string ShmGroup::Header::text() const {
-  const Call& said = asked.kind == CallKind::kNone ? call : asked;
+  const Call& said = asked.call.kind == CallKind::kNone ? call : asked.call;
   return said.text() + (offset == kPrivate ? "" : " in the segment");
 }
 
@@ -112,7 +112,8 @@ ShmSegment::Options ShmGroup::segmentOptions(const Options& options) {
           .reservedBytes = static_cast<size_t>(reinterpret_cast<std::byte*>(layout.cells) - kNowhere),
           .totalBytes = total,
           .timeout = options.timeout,
-          .labels = options.labels};
+          .labels = options.labels,
+          .check = options.check};
 }
 
 ShmGroup::ShmGroup(const Options& options, const BlobExchange& exchange)
@@ -169,12 +170,14 @@ void ShmGroup::waitDone(uint64_t step, int peer) {
 
 // After an operation's first step is ready. Every rank finds the same culprit and says the same.
 void ShmGroup::verify(uint64_t step) {
-  const Header first = header(step, 0);
+  const Header& first = header(step, 0);
   for (int rank = 1; rank < size_; ++rank) {
-    const Header it = header(step, rank);
+    const Header& it = header(step, rank);
     if (!it.matches(first)) {
+      const std::string usual = segment_->peerName(0);
+      const auto known = difference(it.asked, first.asked, usual);
       waiter_->fail(ShmFailure::kMismatch, rank,
-                    "calls " + it.text() + ", where " + segment_->peerName(0) + " calls " + first.text());
+                    known.value_or("calls " + it.text() + ", where " + usual + " calls " + first.text()));
     }
   }
 }
@@ -194,8 +197,8 @@ bool ShmGroup::isInSegment(const void* data, size_t bytes) const {
 
 ShmGroup::Header ShmGroup::makeHeader(CallKind kind, uint64_t count, int root) const {
   return {.call = {.sequence = sequence_, .count = count, .root = static_cast<uint32_t>(root), .kind = kind},
-          .asked = asked_,
-          .offset = Header::kPrivate};
+          .offset = Header::kPrivate,
+          .asked = asked_};
 }
 
 void ShmGroup::barrier() {

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -43,6 +44,8 @@ class ShmGroup {
     size_t arenaBytes = 0;
     // What the ranks are called in errors; empty: by their place.
     std::vector<int> labels = {};
+    // As in Communicator::Options.
+    std::function<void()> check = {};
   };
 
   // Joins the group; all ranks call it. Throws as ShmSegment::connect() and Error(kUsage) for bad options.
@@ -90,8 +93,8 @@ class ShmGroup {
   // When the operations from now on must have ended.
   void setDeadline(Clock::time_point deadline) noexcept { fixedDeadline_ = deadline; }
 
-  // The operations from now on are parts of `call`, which must be the same on all ranks too.
-  void describe(const Call& call) noexcept { asked_ = call; }
+  // The operations from now on are parts of the call of `trail`, which must be the same on all ranks too.
+  void describe(const CallTrail& trail) noexcept { asked_ = trail; }
 
   // Called where an operation has to wait, before it sleeps, and while it does.
   void setHook(ShmHook hook);
@@ -171,7 +174,7 @@ class ShmGroup {
   std::unique_ptr<ShmWaiter> waiter_;
   uint64_t step_ = 0;
   uint64_t sequence_ = 0;
-  Call asked_;
+  CallTrail asked_;
   size_t arenaUsed_ = 0;
   std::optional<Clock::time_point> fixedDeadline_;
   Clock::time_point deadline_;

@@ -19,6 +19,9 @@ namespace baguarun::net {
 
 namespace {
 
+// Between two looks whether the wait is given up.
+constexpr int kLookMs = 20;
+
 // How long a connection on our socket may take to show its token; a stranger is dropped after it.
 constexpr timeval kTokenTimeout{.tv_sec = 1, .tv_usec = 0};
 
@@ -79,18 +82,20 @@ bool sendDescriptors(const Fd& connection, const ShmHandover& handover) {
   return sendmsg(connection.get(), &message, MSG_NOSIGNAL) == 1;
 }
 
-void waitReadable(const Fd& fd, Clock::time_point deadline, const char* what) {
+void waitReadable(const Fd& fd, const Patience& patience, const char* what) {
   for (;;) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    if (patience.check) {
+      patience.check();
+    }
+    if (Clock::now() >= patience.deadline) {
+      throw Error(Fault::kTimeout, "", std::string("shared memory: ") + what + " took too long");
+    }
     pollfd entry{.fd = fd.get(), .events = POLLIN, .revents = 0};
-    const int ready = poll(&entry, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+    const int ready = poll(&entry, 1, kLookMs);
     if (ready > 0) {
       return;
     }
-    if (ready == 0) {
-      throw Error(Fault::kTimeout, "", std::string("shared memory: ") + what + " took too long");
-    }
-    if (errno != EINTR) {
+    if (ready < 0 && errno != EINTR) {
       throwShmError("poll", errno);
     }
   }
@@ -125,9 +130,9 @@ Fd listenForShm(const std::string& socketName, int backlog) {
 }
 
 void serveShm(const Fd& listener, const ShmHandover& handover, const std::string& token, int numPeers,
-              Clock::time_point deadline) {
+              const Patience& patience) {
   for (int served = 0; served < numPeers;) {
-    waitReadable(listener, deadline, "the other ranks' fetching of the segment");
+    waitReadable(listener, patience, "the other ranks' fetching of the segment");
     const Fd connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (connection && isMember(connection, token) && sendDescriptors(connection, handover)) {
       ++served;
@@ -136,7 +141,7 @@ void serveShm(const Fd& listener, const ShmHandover& handover, const std::string
 }
 
 ShmHandover fetchShm(const std::string& socketName, const std::string& token, size_t numDoorbells,
-                     Clock::time_point deadline) {
+                     const Patience& patience) {
   const Fd connection = makeSocket();
   socklen_t length = 0;
   const sockaddr_un address = abstractAddress(socketName, length);
@@ -148,7 +153,7 @@ ShmHandover fetchShm(const std::string& socketName, const std::string& token, si
       static_cast<ssize_t>(token.size())) {
     throwShmError("asking rank 0 for the segment", errno);
   }
-  waitReadable(connection, deadline, "rank 0's handing over the segment");
+  waitReadable(connection, patience, "rank 0's handing over the segment");
   char byte = 0;
   iovec data{.iov_base = &byte, .iov_len = 1};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};

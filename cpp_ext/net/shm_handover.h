@@ -2,6 +2,7 @@
 // Unix socket to those of its user who know a token.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,15 +21,22 @@ struct ShmHandover {
   static std::vector<Fd> makeDoorbells(int count);
 };
 
+// How long to wait for others.
+struct Patience {
+  Clock::time_point deadline;
+  // Called while waiting; what it throws ends the wait. May be empty.
+  std::function<void()> check;
+};
+
 // The socket of rank 0. Throws Error(kSystem).
 Fd listenForShm(const std::string& socketName, int backlog);
 
 // Hands out to `numPeers` processes. Throws Error: kTimeout, kSystem.
 void serveShm(const Fd& listener, const ShmHandover& handover, const std::string& token, int numPeers,
-              Clock::time_point deadline);
+              const Patience& patience);
 
 // What rank 0 hands out. Throws Error: kTimeout, kSystem, kRemote.
 ShmHandover fetchShm(const std::string& socketName, const std::string& token, size_t numDoorbells,
-                     Clock::time_point deadline);
+                     const Patience& patience);
 
 }  // namespace baguarun::net

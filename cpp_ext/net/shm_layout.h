@@ -8,13 +8,13 @@
 
 namespace baguarun::net {
 
-// What a rank says about its call beside the first step's data.
+// What a rank says about its call beside the first step's data. What the others compare is in one cache line.
 struct alignas(64) ShmGroup::Header {
   static constexpr uint64_t kPrivate = ~uint64_t{0};
 
   Call call;
-  Call asked;       // what `call` is a part of, if it is
   uint64_t offset;  // of the data in the segment; kPrivate: elsewhere
+  CallTrail asked;  // what `call` is a part of, if it is
 
   bool matches(const Header& other) const {
     return call == other.call && asked == other.asked && (offset == kPrivate) == (other.offset == kPrivate);

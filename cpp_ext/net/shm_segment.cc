@@ -250,9 +250,10 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
   std::string failure;
   try {
     if (isFirst) {
-      serveShm(listener, handover, me.token, options.size - 1, deadline);
+      serveShm(listener, handover, me.token, options.size - 1, {deadline, options.check});
     } else {
-      handover = fetchShm(all[0].socketName, all[0].token, static_cast<size_t>(options.size), deadline);
+      handover = fetchShm(all[0].socketName, all[0].token, static_cast<size_t>(options.size),
+                          {deadline, options.check});
     }
     segment->map(handover.memory, options.totalBytes);
     segment->peers_ = openPeers(all, *segment);

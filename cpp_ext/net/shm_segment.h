@@ -47,6 +47,8 @@ class ShmSegment {
     std::chrono::milliseconds timeout{30'000};
     // What the processes are called in errors; empty: by their place.
     std::vector<int> labels = {};
+    // As in Communicator::Options.
+    std::function<void()> check = {};
   };
 
   // Joins or makes the segment with the other ranks. Throws Error on every rank where one of them fails:

@@ -21,6 +21,10 @@ namespace {
 constexpr int kSpins = 500;
 // With more ranks than CPUs the one we wait for may want this one.
 constexpr int kYields = 5;
+// Whoever ran for so long meanwhile is none of ours but computes: to yield is to give one's turns away to it.
+constexpr std::chrono::milliseconds kLongYield{1};
+// So often, then, to sleep at once.
+constexpr int kWaitsWithoutYield = 100;
 // A sleeping rank looks for failures this often: within 100 ms of abort(), at little CPU.
 constexpr std::chrono::nanoseconds kBusySlice = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(70);
@@ -73,12 +77,30 @@ void ShmWaiter::post(ShmFlag& flag, uint64_t value) noexcept {
   }
 }
 
-void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point deadline) {
+bool ShmWaiter::yieldsReach(const ShmFlag& flag, uint64_t value) noexcept {
+  if (waitsWithoutYield_.load(std::memory_order_relaxed) > 0) {
+    waitsWithoutYield_.fetch_sub(1, std::memory_order_relaxed);
+    return false;
+  }
+  auto began = Clock::now();
   for (int i = 0; i < kYields; ++i) {
     sched_yield();
     if (flag.value.load(std::memory_order_acquire) >= value) {
-      return;
+      return true;
     }
+    const auto ended = Clock::now();
+    if (ended - began > kLongYield) {
+      waitsWithoutYield_.store(kWaitsWithoutYield, std::memory_order_relaxed);
+      return false;
+    }
+    began = ended;
+  }
+  return false;
+}
+
+void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point deadline) {
+  if (yieldsReach(flag, value)) {
+    return;
   }
   for (;;) {
     checkFailure();

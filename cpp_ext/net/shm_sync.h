@@ -82,6 +82,8 @@ class ShmWaiter {
   void record(const Error& error) noexcept;
 
  private:
+  // True: other ranks were let run, and `flag` has come to `value`.
+  bool yieldsReach(const ShmFlag& flag, uint64_t value) noexcept;
   void waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_point deadline);
   void checkPeer(const ShmFlag& flag, uint64_t value, int peer);
   [[noreturn]] void throwFailure() const;
@@ -92,6 +94,7 @@ class ShmWaiter {
   ShmReason* const reasons_;
   ShmFlag* const left_;
   const int spins_;
+  std::atomic<int> waitsWithoutYield_{0};
   ShmHook hook_;
   std::mutex recording_;
 };

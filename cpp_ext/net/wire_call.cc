@@ -7,7 +7,11 @@
 namespace baguarun::net {
 
 WireCall::WireCall(WireContext& context, const std::vector<int>& members, size_t place, const Call& call)
-    : context_(context), members_(members), place_(place), call_(call), peers_(members.size()) {}
+    : context_(context),
+      members_(members),
+      place_(place),
+      trail_(context.ownTrail(call.sequence)),
+      peers_(members.size()) {}
 
 void WireCall::use(size_t member) {
   NET_CHECK(member != place_ && member < members_.size());
@@ -23,7 +27,7 @@ void WireCall::greet(size_t to) {
   Peer& peer = peers_[to];
   if (!peer.isGreeted) {
     peer.isGreeted = true;
-    peer.ours = {.call = call_, .note = peer.note};
+    peer.ours = {.trail = trail_, .note = peer.note};
     peer.sends.push_back({reinterpret_cast<std::byte*>(&peer.ours), sizeof(Header), nullptr});
   }
 }
@@ -96,7 +100,7 @@ bool WireCall::advanceReceives(size_t member, Peer& peer, Link& link) {
     if (bytes != item.bytes) {
       throw Error(Fault::kUsage, link.peer(),
                   "sent " + std::to_string(bytes) + " bytes where " + std::to_string(item.bytes) +
-                      " are wanted, in " + call_.text());
+                      " are wanted, in " + trail_.call.text());
     }
     peer.receives.pop_front();
     --peer.postedReceives;
@@ -123,13 +127,14 @@ bool WireCall::advanceReceives(size_t member, Peer& peer, Link& link) {
 }
 
 void WireCall::checkHeader(size_t member, Peer& peer) {
-  if (peer.theirs.call != call_) {
+  const CallTrail& theirs = peer.theirs.trail;
+  if (theirs != trail_) {
     // The mistake may be older than this call.
-    const Call own = context_.ownCall(peer.theirs.call.sequence);
-    const Call& ours = own.kind == CallKind::kNone ? call_ : own;
-    throw Error(Fault::kUsage, context_.mesh().name(members_[member]),
-                "calls " + peer.theirs.call.text() + ", where " + context_.mesh().name(members_[place_]) +
-                    " calls " + ours.text());
+    const std::string us = context_.mesh().name(members_[place_]);
+    const auto known = difference(theirs, context_.ownTrail(theirs.call.sequence), us);
+    throw Error(
+        Fault::kUsage, context_.mesh().name(members_[member]),
+        known.value_or("calls " + theirs.call.text() + ", where " + us + " calls " + trail_.call.text()));
   }
   peer.isKnown = true;
 }

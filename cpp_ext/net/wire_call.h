@@ -1,7 +1,7 @@
 // One collective among ranks that are joined by links: rows of sends and receives to and from each of them.
 //
-// The first message in each direction of each link says what the sender calls; what follows is only looked at
-// when it is what this rank calls, too.
+// The first message in each direction of each link says what the sender calls and has called; what follows is
+// only looked at when it is what this rank calls, too.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ class WireContext {
   // Moves whatever is under way, and sleeps where nothing is. `rank` is who is waited for. Throws Error: the
   // deadline has passed, the communicator broke.
   virtual void await(int rank) = 0;
-  // What this rank called with that number, if it is known still.
-  virtual Call ownCall(uint64_t sequence) const = 0;
+  // What this rank called with that number, or calls now where that is not known.
+  virtual CallTrail ownTrail(uint64_t sequence) const = 0;
   // Memory that stays for the next call, at least `bytes`.
   virtual std::byte* scratch(size_t bytes) = 0;
 };
@@ -64,7 +64,7 @@ class WireCall {
 
  private:
   struct Header {
-    Call call;
+    CallTrail trail;
     uint64_t note = 0;
   };
   struct Item {
@@ -97,7 +97,7 @@ class WireCall {
   WireContext& context_;
   const std::vector<int>& members_;
   const size_t place_;
-  const Call call_;
+  const CallTrail trail_;
   std::vector<Peer> peers_;
   std::vector<size_t> active_;
 };

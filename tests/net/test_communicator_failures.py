@@ -106,6 +106,43 @@ def test_a_frozen_rank_is_a_timeout_that_names_it(tmp_path: Path, hosts: str, vi
             assert named(victim, message) and "in time" in message, message
 
 
+@pytest.mark.parametrize(("hosts", "victim"), [("abc", 0), ("abc", 2), ("aabb", 3)])
+def test_a_rank_without_signs_of_life_is_found_before_any_deadline_though_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, victim: int
+) -> None:
+    monkeypatch.setenv("BAGUA_NET_BEAT_TIMEOUT_S", "0.4")
+    with members(tmp_path, len(hosts), list(hosts), deadline_s=60) as group:
+        for rank in range(len(hosts)):
+            group.start(rank, drive_for_ever)
+        time.sleep(0.1)
+        os.kill(group.processes[victim].pid, signal.SIGSTOP)
+        for rank in range(len(hosts)):
+            if rank != victim:
+                fault, message, after = group.result(rank)
+                assert (fault, after) == ("remote", "the same"), message
+                assert named(victim, message) and "no sign of life" in message, message
+
+
+def test_ranks_that_only_give_signs_of_life_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BAGUA_NET_BEAT_TIMEOUT_S", "0.2")
+    with members(tmp_path, 3, list("abc")) as group:
+        for rank in range(3):
+            group.start(rank, idle_then_reduce, 1.0)
+        assert [group.result(rank) for rank in range(3)] == [3.0, 3.0, 3.0]
+
+
+def idle_then_reduce(member: Member, seconds: float) -> float:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not member.progress():
+            member.sleep(0.05)
+    data = np.ones(10, np.float32)
+    member.all_reduce(data)
+    return float(data[0])
+
+
 def send_for_ever(member: Member, to: int) -> tuple[str, str, str]:
     message = member.send(np.zeros(10, np.uint8), to)
     return outcome_of(member, lambda: member.wait(message))
@@ -278,6 +315,25 @@ def test_calls_that_do_not_match_are_an_error_on_every_rank(tmp_path: Path, host
     assert all("rank 2 (" in outcome.message for outcome in outcomes), outcomes
     if number + 1 < len(MISMATCHES):
         assert any(says in outcome.message for outcome in outcomes), outcomes
+
+
+def scatter(member: Member, count: int, root: int) -> None:
+    blocks, out = np.zeros(count * member.size, np.uint8), np.zeros(count, np.uint8)
+    member.call("Scatter", pointer(blocks), pointer(out), count, root)
+
+
+@pytest.mark.parametrize("hosts", ["abcdef", "abcdeaf"])
+def test_calls_that_do_not_match_are_found_though_nobody_looks_at_the_link_between_them(
+    tmp_path: Path, hosts: str
+) -> None:
+    """In a barrier of six, those three apart exchange nothing."""
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        for rank in range(len(hosts)):
+            group.start(rank, then_barrier, gather if rank == 3 else scatter, 10, 0)
+        outcomes = [group.result(rank) for rank in range(len(hosts))]
+    assert [outcome.fault for outcome in outcomes] == ["usage"] * len(hosts), outcomes
+    assert all("rank 3 (" in outcome.message for outcome in outcomes), outcomes
+    assert all("gather of 10 bytes" in outcome.message for outcome in outcomes), outcomes
 
 
 def then_barrier(member: Member, task: Callable[..., None], *arguments: Any) -> None:
