@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "c10d/backend.h"
+#include "c10d/live_groups.h"
 
 namespace py = pybind11;
 
@@ -36,7 +37,9 @@ void bindBackend(py::module_& module) {
       .def(py::init(&makeBackend), py::arg("options"), py::kw_only(), py::arg("arena_bytes"), withoutGil)
       .def("_set_default_timeout", &BaguanetBackend::setTimeout, py::arg("timeout"), withoutGil)
       .def_property_readonly("options", &BaguanetBackend::getBackendOptions);
-  py::module_::import("atexit").attr("register")(py::cpp_function(&BaguanetBackend::leaveAll, withoutGil));
+  // After the end of the interpreter no thread may call back into Python.
+  const auto leave = [] { backend::LiveGroups::ofProcess().leaveAll(); };
+  py::module_::import("atexit").attr("register")(py::cpp_function(leave, withoutGil));
 }
 
 }  // namespace baguarun::bindings

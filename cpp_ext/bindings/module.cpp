@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings/backend.h"
+#include "bindings/control.h"
 #include "bindings/exchanges.h"
 #include "bindings/timeline.h"
 #include "codec/codec.h"
@@ -192,16 +193,17 @@ void bindEngineState(py::module_& module) {
   using engine::EngineState;
   py::class_<EngineState>(module, "EngineState")
       .def(py::init([](std::vector<size_t> order, bool orderAdopted, std::vector<at::Tensor> residuals,
-                       std::vector<at::Tensor> resultResiduals) {
+                       std::vector<at::Tensor> resultResiduals, std::vector<at::Tensor> committed) {
              return EngineState{std::move(order), orderAdopted, std::move(residuals),
-                                std::move(resultResiduals)};
+                                std::move(resultResiduals), std::move(committed)};
            }),
            py::kw_only(), py::arg("order"), py::arg("order_adopted"), py::arg("residuals"),
-           py::arg("result_residuals"))
+           py::arg("result_residuals"), py::arg("committed") = std::vector<at::Tensor>())
       .def_readonly("order", &EngineState::order)
       .def_readonly("order_adopted", &EngineState::orderAdopted)
       .def_readonly("residuals", &EngineState::residuals)
-      .def_readonly("result_residuals", &EngineState::resultResiduals);
+      .def_readonly("result_residuals", &EngineState::resultResiduals)
+      .def_readonly("committed", &EngineState::committed);
 }
 
 void bindEngine(py::module_& module) {
@@ -228,6 +230,11 @@ void bindEngine(py::module_& module) {
            withoutGil)
       .def("state", &Engine::state, withoutGil)
       .def("load_state", &Engine::loadState, py::arg("state"), withoutGil)
+      .def("close", &Engine::close, withoutGil)
+      .def("require_complete", &Engine::requireComplete, withoutGil)
+      .def("keep_committed", &Engine::keepCommitted, py::arg("keep"), withoutGil)
+      .def("commit", &Engine::commit, withoutGil)
+      .def("roll_back", &Engine::rollBack, withoutGil)
       .def("compress_after", &Engine::compressAfter, py::arg("rounds"), withoutGil)
       .def("low_rank_tensors", &Engine::lowRankTensors, withoutGil)
       .def("needs_outputs", &Engine::needsOutputs)
@@ -248,6 +255,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindEngine(module);
   bindings::bindExchanges(module);
   bindings::bindBackend(module);
+  bindings::bindControl(module);
   bindings::bindTimeline(module);
   module.def(
       "broadcast_coalesced",

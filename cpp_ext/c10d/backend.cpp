@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "c10d/live_groups.h"
 #include "c10d/store_exchange.h"
 #include "c10d/tensors.h"
 #include "net/env.h"
+#include "net/waits.h"
 
 namespace baguarun::backend {
 
@@ -20,31 +22,6 @@ namespace {
 constexpr milliseconds kShortestJoin{5'000};
 // Arenas are measured in these.
 constexpr size_t kPage = 4096;
-
-// The drivers of this process, for its end only.
-class Drivers {
- public:
-  void add(const std::shared_ptr<Driver>& driver) {
-    const std::scoped_lock lock(mutex_);
-    std::erase_if(all_, [](const auto& other) { return other.expired(); });
-    all_.push_back(driver);
-  }
-
-  std::vector<std::weak_ptr<Driver>> take() {
-    const std::scoped_lock lock(mutex_);
-    return std::exchange(all_, {});
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Driver>> all_;
-};
-
-Drivers& drivers() {
-  // Never destroyed: who exits does not wait for those who still make groups.
-  static auto* const all = new Drivers();
-  return *all;
-}
 
 void checkTag(int tag) { TORCH_CHECK_VALUE(tag >= 0, "baguanet: found tag ", tag, "; want zero or more"); }
 
@@ -67,7 +44,8 @@ BaguanetBackend::BaguanetBackend(const c10::intrusive_ptr<::c10d::Store>& store,
 }
 
 void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
-  const milliseconds timeout = std::max(timeout_.load(), kShortestJoin);
+  const milliseconds timeout =
+      LiveGroups::ofProcess().boundedMeeting(std::max(timeout_.load(), kShortestJoin));
   StoreExchange exchange(store, rank_, size_, timeout);
   try {
     net::Communicator::Options options{.rank = rank_,
@@ -75,11 +53,13 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
                                        .nonce = exchange.agreeOnNonce(),
                                        .env = net::Env::read(),
                                        .timeout = timeout,
-                                       .arenaBytes = options_->arenaBytes};
+                                       .arenaBytes = options_->arenaBytes,
+                                       .check = [] { LiveGroups::ofProcess().throwIfInterrupted(); }};
     auto communicator = std::make_unique<net::Communicator>(
         options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
     driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);
-    drivers().add(driver_);
+    driver_->beat();
+    LiveGroups::ofProcess().add(driver_);
   } catch (const std::exception& error) {
     exchange.failed(error.what());
     const Label label{.operation = "joining"};
@@ -97,14 +77,6 @@ BaguanetBackend::~BaguanetBackend() {
     return;
   }
   driver_->shutdown(/*drain=*/false);
-}
-
-void BaguanetBackend::leaveAll() {
-  for (const auto& weak : drivers().take()) {
-    if (const auto driver = weak.lock()) {
-      driver->shutdown(/*drain=*/false);
-    }
-  }
 }
 
 void BaguanetBackend::setTimeout(milliseconds timeout) {
@@ -167,6 +139,7 @@ BaguanetBackend::Result BaguanetBackend::submit(const Call& call, const Tensors&
       driver_->start(collective);
       return work;
     }
+    const net::Waiting waiting;
     driver_->run(collective);
   } catch (const net::Error&) {
     std::rethrow_exception(translate(std::current_exception(), label, driver_->group()));

@@ -98,10 +98,6 @@ class BaguanetBackend final : public ::c10d::Backend {
   // Runs what was started to its end, and leaves.
   void shutdown() override;
 
-  // Has all groups of this process left, whatever is under way: for the end of the interpreter, after which
-  // no thread may call back into Python.
-  static void leaveAll();
-
  private:
   using Deadline = Clock::time_point;
 

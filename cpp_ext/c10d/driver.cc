@@ -9,6 +9,8 @@
 #include <iterator>
 #include <utility>
 
+#include "net/waits.h"
+
 namespace baguarun::backend {
 
 using net::Error;
@@ -23,6 +25,12 @@ constexpr microseconds kFirstLook{50};
 constexpr microseconds kLastLook{10'000};
 
 constexpr std::chrono::seconds kLongestSleep{1};
+
+// How often to see, once a sign of life is due, whether who drives has left.
+constexpr int kLooksInBeat = 8;
+
+// For messages whose other end may never come.
+constexpr std::chrono::seconds kLongestFarewell{10};
 
 constexpr const char* kClosed = "the process group was destroyed";
 
@@ -45,7 +53,10 @@ class SignalsBlocked {
 }  // namespace
 
 Driver::Driver(std::unique_ptr<net::Communicator> communicator, std::string group)
-    : pid_(getpid()), group_(std::move(group)), communicator_(std::move(communicator)) {}
+    : pid_(getpid()),
+      group_(std::move(group)),
+      beatInterval_(communicator->beatInterval()),
+      communicator_(std::move(communicator)) {}
 
 Driver::~Driver() = default;
 
@@ -64,6 +75,13 @@ std::shared_ptr<net::Communicator> Driver::communicator(const Lock& /*lock*/) co
     throw Error(Fault::kAborted, "", kClosed);
   }
   return communicator_;
+}
+
+void Driver::beat() {
+  if (beatInterval_.count() > 0) {
+    const Lock lock(mutex_);
+    startThread(lock);
+  }
 }
 
 void Driver::start(const std::shared_ptr<Collective>& collective) {
@@ -311,10 +329,11 @@ bool Driver::isProgressThread(const Lock& /*lock*/) const {
 }
 
 void Driver::loop() {
+  net::Waits::ignoreThisThread();
   Lock lock(mutex_);
   while (!threadStops_ && isProgressThread(lock)) {
     if (driven_ || (queue_.empty() && transfers_.empty())) {
-      work_.wait(lock);
+      rest(lock);
     } else {
       step(lock, Clock::time_point::max());
     }
@@ -326,6 +345,23 @@ void Driver::loop() {
   }
 }
 
+// Until there may be work.
+void Driver::rest(Lock& lock) {
+  if (beatInterval_.count() == 0) {
+    work_.wait(lock);
+    return;
+  }
+  // Who drives gives signs of life itself while it waits, but may be gone again before it has waited.
+  auto patience = beatInterval_;
+  while (work_.wait_for(lock, patience) == std::cv_status::timeout && !threadStops_) {
+    if (!driven_) {
+      step(lock, Clock::time_point::min());
+      return;
+    }
+    patience = beatInterval_ / kLooksInBeat;
+  }
+}
+
 void Driver::shutdown(bool drain) {
   if (isForked()) {
     return;
@@ -333,6 +369,12 @@ void Driver::shutdown(bool drain) {
   Lock lock(mutex_);
   if (closed_) {
     return;
+  }
+  if (drain) {
+    drainMessages(lock);
+    if (closed_) {
+      return;
+    }
   }
   closed_ = true;
   const auto communicator = communicator_;
@@ -364,6 +406,20 @@ void Driver::shutdown(bool drain) {
   leave(lock, std::move(left));
   // Last: they may wait for any of these.
   stop(lock, std::exchange(former_, {}));
+}
+
+void Driver::drainMessages(Lock& lock) {
+  const auto isAwaited = [](const std::shared_ptr<Transfer>& transfer) {
+    return transfer.use_count() > 1 && !transfer->isAbandoned();
+  };
+  const auto deadline = Clock::now() + kLongestFarewell;
+  while (!closed_ && Clock::now() < deadline && std::ranges::any_of(transfers_, isAwaited)) {
+    if (driven_) {
+      idle_.wait_until(lock, std::min(deadline, Clock::now() + kLastLook));
+    } else {
+      step(lock, deadline);
+    }
+  }
 }
 
 void Driver::stop(Lock& lock, std::vector<std::thread> threads) {

@@ -3,8 +3,8 @@
 // Whoever drives calls the communicator; one thread at a time does. A thread that runs a collective while
 // nothing is under way drives, and so does one that waits: a hand-over to another thread costs more than a
 // small all-reduce. What nobody waits for is driven by a progress thread, which is started when it is first
-// needed and sleeps on a condition while there is nothing to do. A callback that it calls may start an
-// operation and wait for it in whatever way: another thread takes its place meanwhile.
+// needed and sleeps on a condition while there is nothing to do but signs of life. A callback that it calls
+// may start an operation and wait for it in whatever way: another thread takes its place meanwhile.
 #pragma once
 
 #include <sys/types.h>
@@ -30,6 +30,10 @@ class Driver : public std::enable_shared_from_this<Driver> {
   Driver& operator=(const Driver&) = delete;
   ~Driver();
 
+  // Where the other ranks want signs of life, has the progress thread give them from now on, whatever the
+  // threads of the program do. To be called once, before anything else.
+  void beat();
+
   // Has the progress thread run `collective`, or whoever waits for it first.
   void start(const std::shared_ptr<Collective>& collective);
 
@@ -50,8 +54,9 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // Ends everything under way, and all that is to come, with an error; tells the other ranks `reason`.
   void abort(const std::string& reason) noexcept;
 
-  // Leaves the group. Collectives that were started are run to their end first if `drain`, else aborted;
-  // messages under way end with an error. Later calls do nothing.
+  // Leaves the group. If `drain`, collectives that were started are run to their end first, and messages that
+  // somebody still holds, as far as they end within a few seconds; slower ranks may need what they carry.
+  // Else collectives are aborted. Messages still under way end with an error. Later calls do nothing.
   void shutdown(bool drain);
 
   // Memory that outlives the group; see net::Communicator::allocate().
@@ -81,13 +86,17 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void leave(Lock& lock, std::vector<Ended> ended);
   static void finish(std::vector<Ended> ended);
   void handOver(Lock& lock);
+  void drainMessages(Lock& lock);
   void startThread(const Lock& lock);
   void stop(Lock& lock, std::vector<std::thread> threads);
   void loop();
+  void rest(Lock& lock);
   bool isProgressThread(const Lock& lock) const;
 
   const pid_t pid_;
   const std::string group_;
+  // 0: there are no beats.
+  const std::chrono::milliseconds beatInterval_;
   std::mutex mutex_;
   // Below: guarded by the mutex.
   std::shared_ptr<net::Communicator> communicator_;

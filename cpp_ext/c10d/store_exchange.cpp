@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "c10d/live_groups.h"
 #include "c10d/operation.h"
 #include "net/error.h"
 
@@ -86,6 +87,7 @@ void StoreExchange::awaitKey(uint64_t round, int rank) {
   const std::vector<std::string> wanted{key(round, rank)};
   for (milliseconds pause{1}; !store_->check(wanted); pause = std::min(2 * pause, kLongestPause)) {
     const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now());
+    LiveGroups::ofProcess().throwIfInterrupted();
     if (left <= milliseconds::zero()) {
       throwTimeout(round);
     }

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "net/waits.h"
+
 namespace baguarun::backend {
 
 using std::chrono::milliseconds;
@@ -70,6 +72,7 @@ int Work::sourceRank() const {
 
 bool Work::wait(milliseconds timeout) {
   if (!operation().isDone()) {
+    const net::Waiting waiting;
     if (parts_.transfer) {
       if (!waitForMessage(timeout)) {
         return false;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "engine/kept_residuals.h"
 #include "engine/low_rank.h"
 #include "engine/momentum.h"
 #include "engine/rails.h"
@@ -61,6 +62,9 @@ struct Bucket {
   // gradients; and what the results of this rank's own chunk owe. Else undefined.
   at::Tensor residual;
   at::Tensor resultResidual;
+  // The residuals of its parameters, of contributions and of low-rank compression, in the parameters' order,
+  // then that of results; null where there are none.
+  std::shared_ptr<KeptResiduals> kept;
   // What is done to the gradients before they are sent; null: nothing.
   std::shared_ptr<MomentumStep> momentum;
   // kPowerSgd only.

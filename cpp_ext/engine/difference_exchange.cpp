@@ -214,7 +214,8 @@ void DifferenceExchange::give(size_t position) {
   });
   for (Link& link : links_) {
     std::vector<at::Tensor> message{piece.sent};
-    link.sends[position] = group_->send(message, link.rank, messageTag(round_, position, link.sendStage));
+    link.sends[position] =
+        sendMessage(group_, message, link.rank, messageTag(round_, position, link.sendStage));
   }
 }
 

@@ -94,13 +94,7 @@ Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettin
   buildBuckets(order);
 }
 
-Engine::~Engine() {
-  for (Parameter& parameter : parameters_) {
-    if (parameter.hookKey != 0) {
-      parameter.accumulator->del_post_hook(parameter.hookKey);
-    }
-  }
-}
+Engine::~Engine() { removeHooks(); }
 
 void Engine::installHooks() {
   for (size_t index = 0; index < parameters_.size(); ++index) {
@@ -108,6 +102,15 @@ void Engine::installHooks() {
     parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
     indexOfAccumulator_[parameter.accumulator.get()] = index;
     parameter.hookKey = parameter.accumulator->add_post_hook(std::make_unique<ReadyHook>(this, index));
+  }
+}
+
+void Engine::removeHooks() {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.hookKey != 0) {
+      parameter.accumulator->del_post_hook(parameter.hookKey);
+      parameter.hookKey = 0;
+    }
   }
 }
 

@@ -63,6 +63,8 @@ struct EngineState {
   // what the results owe that this rank computed.
   std::vector<at::Tensor> residuals;
   std::vector<at::Tensor> resultResiduals;
+  // As `residuals`, low-rank compression's too, at the last commit; empty if it is not kept.
+  std::vector<at::Tensor> committed;
 };
 
 // Threads: backward may run on any thread; hooks are serialised by a mutex. All else is called by one thread,
@@ -85,7 +87,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void afterLocalForward();
 
   // Between rounds, on all ranks after the same one: does something else with each parameter's gradient from
-  // now on. What was owed by error feedback is given up.
+  // now on. What contributions owe stays where the new operation has error feedback, too; what results owe is
+  // given up.
   void setOperations(const std::vector<OperationSpec>& operations);
   // Between rounds. By parameter, or empty for none: what to mix into its gradient before it is sent. Begins
   // and ends with the next setOperations; in between it replaces what is mixed, from the next round on.
@@ -93,9 +96,23 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Between rounds; copies.
   EngineState state();
-  // Between rounds, collective: takes rank 0's order, and this rank's residuals if there are any. False if
-  // the results' are given up: they are of other buckets or nodes.
+  // Between rounds, collective: takes rank 0's order (an empty one stands for the present), and this rank's
+  // residuals if there are any. False if the results' are given up: they are of other buckets or nodes.
   bool loadState(const EngineState& state);
+  // At any time outside of backward, for the end of a group some of whose ranks may be dead: gives up the
+  // round under way without waiting for anybody, provided the group has been aborted; removes the hooks;
+  // drops the parameters' gradients, which lie in the buckets. The last call; what load_state of another
+  // engine may go on from.
+  EngineState close();
+  // Between rounds: all that the last one sent has arrived, here. The host waits for it; throws
+  // CommunicationFailure.
+  void requireComplete();
+  // Between rounds: whether to keep what error feedback owed at the last commit, or at the last load_state
+  // that brought it. Until then, what is owed now.
+  void keepCommitted(bool keep);
+  void commit();
+  // Between rounds: owe again what was owed then.
+  void rollBack();
   // kPowerSgd. Between rounds, on all ranks alike: compress after `rounds` more rounds.
   void compressAfter(uint32_t rounds);
   // kPowerSgd. Between rounds: residual and vectors (low_rank.h) of each compressed parameter, in the order
@@ -122,6 +139,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     at::Tensor view;
     // With error feedback: its part of the bucket's residual, one-dimensional, in the order of memory.
     at::Tensor residual;
+    // What was owed at the last commit, on its way from one plan or engine to the next; else undefined.
+    at::Tensor committed;
     Momentum momentum;
     LowRankMatrix lowRank;
     // In this round: hooks still to come, and whether the gradient has been stored.
@@ -135,15 +154,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
   void installHooks();
+  void removeHooks();
   void buildBuckets(const std::vector<size_t>& order);
   void joinArena();
   void placeBuckets();
   size_t numReduced(const Bucket& bucket) const;
   void placeResiduals(Bucket& bucket);
+  void keepResiduals(Bucket& bucket);
+  void gatherCommitted();
   void placeMomentum(Bucket& bucket);
   void placeLowRank(Bucket& bucket);
   void moveGradientsOut();
   void adoptObservedOrder();
+  EngineState copyState() const;
+  // Also tells whether rank 0 has adopted it for good.
   std::vector<size_t> orderOfRankZero(const std::vector<size_t>& mine);
   std::vector<size_t> presentOrder() const;
   void throwIfRunning(const char* what) const;
@@ -194,6 +218,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Parameters in the order of their gradients in the first round.
   std::vector<size_t> observedOrder_;
   bool orderAdopted_ = false;
+  bool keepsCommitted_ = false;
   double lossScale_ = 1;
   // Parameters that the graph does not reach.
   std::vector<size_t> unused_;

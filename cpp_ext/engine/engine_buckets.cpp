@@ -28,6 +28,7 @@ void Engine::buildBuckets(const std::vector<size_t>& order) {
   }
   // The old schedule reads the old buckets.
   schedule_.reset();
+  gatherCommitted();
   buckets_.clear();
   const auto plan = planBuckets(items, order, settings_.limits);
   for (const std::vector<size_t>& members : plan) {
@@ -107,6 +108,7 @@ void Engine::placeBuckets() {
     }
     placeResiduals(bucket);
     placeLowRank(bucket);
+    keepResiduals(bucket);
     if (parameters_[bucket.parameters.front()].momentum.average.defined()) {
       placeMomentum(bucket);
     }
@@ -190,7 +192,8 @@ void Engine::adoptObservedOrder() {
 }
 
 std::vector<size_t> Engine::orderOfRankZero(const std::vector<size_t>& mine) {
-  const std::vector<int64_t> numbers(mine.begin(), mine.end());
+  std::vector<int64_t> numbers(mine.begin(), mine.end());
+  numbers.push_back(orderAdopted_ ? 1 : 0);
   std::vector<at::Tensor> order{at::tensor(numbers, at::kLong).to(device_)};
   c10d::BroadcastOptions fromRankZero;
   fromRankZero.rootRank = 0;
@@ -201,7 +204,10 @@ std::vector<size_t> Engine::orderOfRankZero(const std::vector<size_t>& mine) {
   }
   const at::Tensor agreed = order[0].cpu();
   const int64_t* values = agreed.const_data_ptr<int64_t>();
-  return {values, values + agreed.numel()};
+  const int64_t* const last = values + agreed.numel() - 1;
+  // All or none: the next order is agreed on by all.
+  orderAdopted_ = *last != 0;
+  return {values, last};
 }
 
 }  // namespace baguarun::engine

@@ -35,7 +35,9 @@ void Engine::setOperations(const std::vector<OperationSpec>& operations) {
               " operations for ", parameters_.size(), " parameters");
   for (size_t index = 0; index < parameters_.size(); ++index) {
     parameters_[index].operation = operations[index];
-    parameters_[index].residual.reset();
+  }
+  for (Bucket& bucket : buckets_) {
+    bucket.kept.reset();
   }
   moveGradientsOut();
   buildBuckets(presentOrder());
@@ -44,6 +46,10 @@ void Engine::setOperations(const std::vector<OperationSpec>& operations) {
 EngineState Engine::state() {
   const std::scoped_lock lock(mutex_);
   throwIfRunning("state");
+  return copyState();
+}
+
+EngineState Engine::copyState() const {
   const at::NoGradGuard noGrad;
   EngineState state;
   const bool awaitsOrder = !orderAdopted_ && observedOrder_.size() == parameters_.size();
@@ -62,21 +68,119 @@ EngineState Engine::state() {
   return state;
 }
 
+void Engine::requireComplete() {
+  const std::scoped_lock lock(mutex_);
+  throwIfRunning("require_complete");
+  if (round_ > 0) {
+    schedule_->synchronize();
+  }
+}
+
+void Engine::keepCommitted(bool keep) {
+  const std::scoped_lock lock(mutex_);
+  throwIfRunning("keep_committed");
+  keepsCommitted_ = keep;
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.kept) {
+      bucket.kept->enable(keep);
+    }
+  }
+}
+
+void Engine::commit() {
+  const std::scoped_lock lock(mutex_);
+  throwIfRunning("commit");
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.kept) {
+      bucket.kept->commit();
+    }
+  }
+}
+
+void Engine::rollBack() {
+  const std::scoped_lock lock(mutex_);
+  throwIfRunning("roll_back");
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.kept) {
+      bucket.kept->rollBack();
+    }
+  }
+}
+
+// Before the buckets go.
+void Engine::gatherCommitted() {
+  for (const Bucket& bucket : buckets_) {
+    for (size_t place = 0; bucket.kept && place < bucket.parameters.size(); ++place) {
+      parameters_[bucket.parameters[place]].committed = bucket.kept->committed(place);
+    }
+  }
+}
+
+void Engine::keepResiduals(Bucket& bucket) {
+  if (!bucket.residual.defined() && bucket.lowRank.matrices.empty()) {
+    return;
+  }
+  bucket.kept = std::make_shared<KeptResiduals>(keepsCommitted_);
+  for (const size_t index : bucket.parameters) {
+    Parameter& parameter = parameters_[index];
+    at::Tensor committed = std::exchange(parameter.committed, at::Tensor());
+    at::Tensor residual = parameter.residual.defined() ? parameter.residual : parameter.lowRank.residual;
+    // One that was owed under another operation is given up with it.
+    const bool fits = committed.defined() && residual.defined() && committed.numel() == residual.numel();
+    bucket.kept->add(residual, fits ? std::move(committed) : at::Tensor());
+  }
+  if (bucket.resultResidual.defined()) {
+    bucket.kept->add(bucket.resultResidual, at::Tensor());
+  }
+}
+
+EngineState Engine::close() {
+  const std::scoped_lock lock(mutex_);
+  // Ends the stages that still read and write buckets and residuals.
+  schedule_.reset();
+  EngineState state = copyState();
+  if (keepsCommitted_) {
+    gatherCommitted();
+    for (const Parameter& parameter : parameters_) {
+      state.committed.push_back(parameter.committed.defined() ? parameter.committed
+                                                              : at::empty({0}, at::kFloat));
+    }
+  }
+  removeHooks();
+  running_ = false;
+  armed_ = 0;
+  consumed_ = true;
+  for (Parameter& parameter : parameters_) {
+    parameter.tensor.mutable_grad().reset();
+    parameter.view.reset();
+    parameter.residual.reset();
+  }
+  buckets_.clear();
+  arena_.reset();
+  return state;
+}
+
 bool Engine::loadState(const EngineState& state) {
   const std::scoped_lock lock(mutex_);
   throwIfRunning("load_state");
   const at::NoGradGuard noGrad;
-  TORCH_CHECK(state.order.size() == parameters_.size(), "load_state: an order of ", state.order.size(),
-              " parameters for ", parameters_.size());
-  for (Parameter& parameter : parameters_) {
-    parameter.residual.reset();
+  const std::vector<size_t> mine = state.order.empty() ? presentOrder() : state.order;
+  TORCH_CHECK(mine.size() == parameters_.size(), "load_state: an order of ", mine.size(), " parameters for ",
+              parameters_.size());
+  for (Bucket& bucket : buckets_) {
+    bucket.kept.reset();
+  }
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    parameters_[index].residual.reset();
+    const bool kept = !state.committed.empty() && state.committed[index].numel() > 0;
+    parameters_[index].committed = kept ? state.committed[index] : at::Tensor();
   }
   moveGradientsOut();
   observedOrder_.clear();
   orderAdopted_ = state.orderAdopted;
-  buildBuckets(orderOfRankZero(state.order));
+  buildBuckets(orderOfRankZero(mine));
   for (size_t index = 0; index < state.residuals.size(); ++index) {
-    if (parameters_[index].residual.defined()) {
+    if (parameters_[index].residual.defined() && state.residuals[index].numel() > 0) {
       parameters_[index].residual.copy_(state.residuals[index]);
     }
   }

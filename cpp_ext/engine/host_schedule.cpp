@@ -11,6 +11,7 @@
 #include "engine/host_operation.h"
 #include "engine/ranges.h"
 #include "engine/schedule.h"
+#include "net/waits.h"
 
 namespace baguarun::engine {
 
@@ -47,6 +48,7 @@ class StageThread {
  private:
   void run(const char* name) {
     pthread_setname_np(pthread_self(), name);
+    net::Waits::ignoreThisThread();
     for (;;) {
       size_t task = 0;
       {
@@ -71,14 +73,19 @@ class StageThread {
   std::thread thread_;
 };
 
-// Mixes momentum into the bucket before another operation sends it.
-class MomentumFirst final : public HostOperation {
+// Before another operation sends the bucket: mixes momentum into it, and has what is owed kept.
+class Prepared final : public HostOperation {
  public:
-  MomentumFirst(std::shared_ptr<const MomentumStep> momentum, std::unique_ptr<HostOperation> exchange)
-      : momentum_(std::move(momentum)), exchange_(std::move(exchange)) {}
+  Prepared(const Bucket& bucket, std::unique_ptr<HostOperation> exchange)
+      : momentum_(bucket.momentum), kept_(bucket.kept), exchange_(std::move(exchange)) {}
 
   void begin(uint32_t round) override {
-    momentum_->mix();
+    if (kept_) {
+      kept_->beforeWrite();
+    }
+    if (momentum_) {
+      momentum_->mix();
+    }
     exchange_->begin(round);
   }
 
@@ -86,7 +93,9 @@ class MomentumFirst final : public HostOperation {
 
   void complete() override {
     exchange_->complete();
-    momentum_->restore();
+    if (momentum_) {
+      momentum_->restore();
+    }
   }
 
   void abort() override { exchange_->abort(); }
@@ -95,16 +104,17 @@ class MomentumFirst final : public HostOperation {
 
  private:
   const std::shared_ptr<const MomentumStep> momentum_;
+  const std::shared_ptr<KeptResiduals> kept_;
   const std::unique_ptr<HostOperation> exchange_;
 };
 
 std::unique_ptr<HostOperation> operationOn(const Group& group, const Bucket& bucket,
                                            const std::shared_ptr<BufferPool>& buffers) {
   auto exchange = makeHostOperation(group, bucket, buffers);
-  if (!bucket.momentum) {
+  if (!bucket.momentum && !bucket.kept) {
     return exchange;
   }
-  return std::make_unique<MomentumFirst>(bucket.momentum, std::move(exchange));
+  return std::make_unique<Prepared>(bucket, std::move(exchange));
 }
 
 // Buckets pass through three threads: while bucket b waits for the others, b+1 is encoded and sent, and b-1
@@ -156,10 +166,16 @@ class HostSchedule final : public Schedule {
   void finish() override {
     {
       const Span span("wait for communication", "wait");
+      const net::Waiting waiting;
       std::unique_lock lock(mutex_);
       done_.wait(lock, [this] { return completed_ == launched_; });
     }
     tracks_.endRound();
+    synchronize();
+  }
+
+  // finish() has waited.
+  void synchronize() override {
     const std::scoped_lock lock(mutex_);
     if (!failure_.empty()) {
       throw CommunicationFailure(failure_);

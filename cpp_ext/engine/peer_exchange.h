@@ -178,8 +178,9 @@ class PeerExchange final : public HostOperation {
     }
     std::vector<at::Tensor> tensors{chunk};
     markPosted();
-    transfers.start("sending to", peer,
-                    [&] { return group_->send(tensors, ranks_[peer], messageTag(round_, bucket_, stage)); });
+    transfers.start("sending to", peer, [&] {
+      return sendMessage(group_, tensors, ranks_[peer], messageTag(round_, bucket_, stage));
+    });
   }
 
   void receive(const std::vector<at::Tensor>& into, size_t peer, Stage stage, Transfers& transfers) {

@@ -190,7 +190,7 @@ class RailExchange final : public HostOperation {
       std::vector<at::Tensor> tensors{bytes};
       markPosted();
       transfers.start("sending to", place, [&] {
-        return group_->send(tensors, rails_->node[place], messageTag(round_, bucket_, stage));
+        return sendMessage(group_, tensors, rails_->node[place], messageTag(round_, bucket_, stage));
       });
     }
   }

@@ -166,7 +166,7 @@ class RingExchange final : public HostOperation {
     const size_t next = (rank_ + 1) % size_;
     std::vector<at::Tensor> tensors{bytesAt(place(first), count)};
     markPosted();
-    sends_.add(group_->send(tensors, ranks_[next], messageTag(round_, bucket_, stage)), next);
+    sends_.add(sendMessage(group_, tensors, ranks_[next], messageTag(round_, bucket_, stage)), next);
   }
 
   void receive(float* into, size_t count, Stage stage, Transfers& transfers) {

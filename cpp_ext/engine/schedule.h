@@ -33,6 +33,9 @@ class Schedule {
   // accelerator. Throws CommunicationFailure, now and on every later call, if anything failed.
   virtual void finish() = 0;
 
+  // After finish(): the calling thread waits, on an accelerator too. Throws as finish().
+  virtual void synchronize() = 0;
+
   // Bytes that one launch of every bucket sends from this rank.
   virtual uint64_t bytesPerRound() const = 0;
 };

@@ -297,6 +297,7 @@ class StreamSchedule final : public Schedule {
     for (const Bucket& bucket : buckets) {
       operations_.push_back(makeStreamOperation(group, bucket));
       momenta_.push_back(bucket.momentum);
+      kept_.push_back(bucket.kept);
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
     }
@@ -321,7 +322,7 @@ class StreamSchedule final : public Schedule {
       follow(writer);
     }
     writers_[index].clear();
-    run(index, labels_[index], *operations_[index], momenta_[index].get());
+    run(index, labels_[index], *operations_[index], momenta_[index].get(), kept_[index].get());
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
@@ -335,8 +336,14 @@ class StreamSchedule final : public Schedule {
     tracks_.endRound();
     finished_.record(stream_);
     finished_.block(impl_.getStream(device_));
-    if (!failure_.empty()) {
-      throw CommunicationFailure(failure_);
+    throwIfFailed();
+  }
+
+  void synchronize() override {
+    finished_.synchronize();
+    throwIfFailed();
+    if (group_->getBackend(device_.type())->getError() != c10d::ErrorType::SUCCESS) {
+      throw CommunicationFailure("the process group was aborted, or one of its collectives failed");
     }
   }
 
@@ -349,6 +356,12 @@ class StreamSchedule final : public Schedule {
   }
 
  private:
+  void throwIfFailed() const {
+    if (!failure_.empty()) {
+      throw CommunicationFailure(failure_);
+    }
+  }
+
   // The communication stream waits for what `stream` has been given so far.
   void follow(c10::Stream stream) {
     ready_.record(stream);
@@ -356,7 +369,7 @@ class StreamSchedule final : public Schedule {
   }
 
   void run(size_t index, const std::string& label, StreamOperation& operation,
-           const MomentumStep* momentum = nullptr) {
+           const MomentumStep* momentum = nullptr, KeptResiduals* kept = nullptr) {
     if (!failure_.empty()) {
       return;
     }
@@ -364,6 +377,9 @@ class StreamSchedule final : public Schedule {
     try {
       // The host's part. When the device is at it, torch.profiler shows below this span.
       const StageSpan span(tracks_[index], "enqueue");
+      if (kept != nullptr) {
+        kept->beforeWrite();
+      }
       if (momentum != nullptr) {
         momentum->mix();
       }
@@ -386,6 +402,8 @@ class StreamSchedule final : public Schedule {
   std::vector<std::unique_ptr<StreamOperation>> operations_;
   // Per bucket; null: nothing to mix in.
   std::vector<std::shared_ptr<const MomentumStep>> momenta_;
+  // Per bucket; null: nothing to keep.
+  std::vector<std::shared_ptr<KeptResiduals>> kept_;
   std::vector<std::string> labels_;
   BucketTracks tracks_;
   // Per bucket: the streams that wrote gradients into it in this round.

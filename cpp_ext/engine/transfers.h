@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/errors.h"
+#include "engine/fail_point.h"
 #include "engine/ranges.h"
 
 namespace baguarun::engine {
