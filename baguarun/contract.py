@@ -6,12 +6,20 @@ nowhere else (`WorkerEnv.from_environ`).
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import signal as _signal
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+_CONTROL_HEADER = struct.Struct("!IB")
+
+STACKS_SIGNAL = _signal.SIGQUIT
+"""Has a worker that has entered `baguarun.elastic.run` in place write the stacks of all its threads to its
+stderr; as in other runtimes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +50,22 @@ class World:
     """Restarts the job may use up."""
     net_secret: str = field(default="", repr=False)
     """What the job's workers prove to each other when they connect; empty where the nodes share no store."""
+    local_ranks: tuple[int, ...] = ()
+    """Local ranks of this node's workers, in the order of their ranks; empty: 0 to local_world_size - 1."""
+    in_place: bool = False
+    """Workers of older Worlds go on in it; otherwise all are started anew."""
+
+    def rank_of(self, local_rank: int) -> int:
+        """Rank of this node's worker with that local rank. Raises `ValueError` if it has no place."""
+        return self.first_rank + (self.local_ranks or range(self.local_world_size)).index(local_rank)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> World:
-        return cls(**json.loads(data))
+        fields = json.loads(data)
+        return cls(**{**fields, "local_ranks": tuple(fields["local_ranks"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +134,7 @@ class WorkerEnv:
     local_world_size: int
     master_addr: str
     master_port: int
+    """Port of rank 0's TCPStore; 0 for a newcomer, which is alone until it is taken in."""
     job_id: str
     restart_count: int
     max_restarts: int
@@ -129,13 +147,17 @@ class WorkerEnv:
     """Algorithm chosen on the command line, used where the script names none."""
     timeline: str = ""
     """Recordings of the engine go to files that begin with this path; empty for none."""
+    control_fd: int | None = None
+    """The worker's end of its control channel; None where the job is not resized in place."""
+    detect_timeout_s: float | None = None
+    """`--detect-timeout`; None where the job is not resized in place."""
     extra: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further variables for this worker alone (device binding, OMP_NUM_THREADS, the transport's)."""
 
     @classmethod
     def for_worker(cls, world: World, local_rank: int, **rest: Any) -> WorkerEnv:
         return cls(
-            rank=world.first_rank + local_rank,
+            rank=world.rank_of(local_rank),
             local_rank=local_rank,
             node_rank=world.node_rank,
             num_nodes=world.num_nodes,
@@ -147,6 +169,22 @@ class WorkerEnv:
             restart_count=world.restart_count,
             max_restarts=world.max_restarts,
             generation=world.generation,
+            **rest,
+        )
+
+    @classmethod
+    def for_newcomer(cls, job_id: str, local_rank: int, **rest: Any) -> WorkerEnv:
+        """For a worker that is started while others train: a World of its own until it is taken in."""
+        return cls(
+            rank=0,
+            local_rank=local_rank,
+            node_rank=0,
+            num_nodes=1,
+            world_size=1,
+            local_world_size=1,
+            master_addr="127.0.0.1",
+            master_port=0,
+            job_id=job_id,
             **rest,
         )
 
@@ -171,7 +209,6 @@ class WorkerEnv:
             "GROUP_WORLD_SIZE": str(self.num_nodes),
             "ROLE_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_RUN_ID": self.job_id,
             "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
@@ -179,12 +216,18 @@ class WorkerEnv:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "BAGUARUN_GENERATION": str(self.generation),
         }
+        if self.master_port:
+            env["MASTER_PORT"] = str(self.master_port)
         if self.error_file:
             env["TORCHELASTIC_ERROR_FILE"] = self.error_file
         if self.algorithm:
             env["BAGUARUN_ALGORITHM"] = self.algorithm
         if self.timeline:
             env["BAGUARUN_TIMELINE"] = self.timeline
+        if self.control_fd is not None:
+            env["BAGUARUN_CONTROL_FD"] = str(self.control_fd)
+        if self.detect_timeout_s is not None:
+            env["BAGUARUN_DETECT_TIMEOUT_S"] = f"{self.detect_timeout_s:g}"
         env.update(self.extra)
         return env
 
@@ -213,4 +256,74 @@ class WorkerEnv:
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             algorithm=env.get("BAGUARUN_ALGORITHM"),
             timeline=env.get("BAGUARUN_TIMELINE", ""),
+            control_fd=number("BAGUARUN_CONTROL_FD", 0) or None,
+            detect_timeout_s=float(env.get("BAGUARUN_DETECT_TIMEOUT_S", 0)) or None,
         )
+
+
+class Topic(enum.IntEnum):
+    """What a message on the control channel is about; its body is JSON.
+
+    On the wire: 4 bytes length of the body and 1 byte topic, in network order, then the body. One channel is
+    a pair of connected stream sockets: the agent has one end, the worker inherits the other as
+    `WorkerEnv.control_fd`. End of file means that the other side is gone; a worker exits then.
+    """
+
+    WORLD = 1
+    """To the worker: `World` to enter; it had said READY."""
+    ABORT = 2
+    """To the worker: {"generation", "reason"}. Somebody is lost: end all communication, say READY."""
+    SWITCH = 3
+    """To the worker: {"generation", "reason"}. Nobody is lost: go on to the boundary that all agree on, then
+    say READY."""
+    LEAVE = 4
+    """To the worker: {"generation", "reason"}. As SWITCH, but exit with 0 at the boundary."""
+    PING = 5
+    """To the worker, which answers with PONG, whatever its training does."""
+
+    READY = 16
+    """To the agent: {"generation", "port", "steps"}. Waits for a World: it has left `generation` (0: it was
+    in none), listens on `port` for the case that it becomes rank 0, and has committed `steps`."""
+    PROGRESS = 17
+    """To the agent: {"generation", "steps"}. So many steps are committed. With "begins": true the worker has
+    entered that World and steps next; with "ends": true it has done all its steps. Else "busy_s" is the time
+    since its last PROGRESS in which it did not wait for others; None where that cannot be told."""
+    SUSPECT = 18
+    """To the agent: {"generation", "rank", "silence", "reason"}. Communication broke and no news of the
+    membership has come; `rank` is who the transport blames, None if nobody; "silence": it is not heard."""
+    PONG = 19
+    """To the agent: the body of the PING, and "waits": whether a thread of the worker waits in communication,
+    None where that cannot be told (NCCL, gloo)."""
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """One message on a control channel."""
+
+    topic: Topic
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        payload = json.dumps(self.body, separators=(",", ":")).encode()
+        return _CONTROL_HEADER.pack(len(payload), self.topic) + payload
+
+
+class ControlDecoder:
+    """Cuts what comes out of a control channel into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[ControlMessage]:
+        """The messages that `data` completes. Raises `ValueError` for an unknown topic."""
+        self._buffer += data
+        messages: list[ControlMessage] = []
+        while len(self._buffer) >= _CONTROL_HEADER.size:
+            length, topic = _CONTROL_HEADER.unpack_from(self._buffer)
+            end = _CONTROL_HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            body = json.loads(bytes(self._buffer[_CONTROL_HEADER.size : end]))
+            messages.append(ControlMessage(Topic(topic), body))
+            del self._buffer[:end]
+        return messages

@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from baguarun.comm.extension import load_extension
 from baguarun.errors import UsageError
 
 NAME = "baguanet"
@@ -32,12 +29,18 @@ class BaguanetOptions:
 
 def register() -> None:
     """Let `torch.distributed` make groups with the backend baguanet; a second call does nothing."""
+    # Not above: torch calls this function while it is imported, maybe by this module.
+    import torch.distributed as dist
+
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options: Any, backend_options: object) -> Any:
     """One rank's `baguarun._C.Backend`, joined with the group's others through the store in `options`."""
+    # torch imports this module while it is imported itself, maybe by that one.
+    from baguarun.comm.extension import load_extension
+
     asked = BaguanetOptions() if backend_options is None else backend_options
     if not isinstance(asked, BaguanetOptions):
         raise UsageError(

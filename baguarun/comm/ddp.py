@@ -101,6 +101,42 @@ class DistributedDataParallel(nn.Module):
         """Stands for forward and backward on a rank that has no sample in a step."""
         self._session.take_part()
 
+    def enter_world(self) -> None:
+        """Go on in the World that `baguarun.comm.world.enter_world` has made. Collective over it.
+
+        The algorithm and its settings stay, and what it keeps of the past as docs/algorithms.md says.
+        Gradients are dropped. Parameters, buffers and optimizers are left as they are, equal or not. May be
+        called again after it has failed, in a further World.
+        """
+        self._session = self._session.succeed()
+
+    def require_complete(self) -> None:
+        """Between backward and `optimizer.step()`: all that the gradients are made of has arrived, here.
+
+        On CPU backward has waited for it already. On GPUs the host waits, which costs the overlap of the next
+        step's launches: for jobs that are resized in place, so that no optimizer applies the gradients of a
+        step that broke. Raises `CommunicationError`.
+        """
+        self._session.require_complete()
+
+    def keep_committed(self, keep: bool = True) -> None:
+        """Between steps: keep from now on what `roll_back` needs, a copy of what error feedback owes, if
+        anything. Costs nothing where the algorithm has no error feedback."""
+        self._session.keep_committed(keep)
+
+    def commit(self) -> None:
+        """Between steps: `roll_back` comes back to here. Copies nothing itself, so it is cheap."""
+        self._session.commit()
+
+    def roll_back(self) -> None:
+        """Between steps: what error feedback owes is again what it was at the last `commit`.
+
+        For a step that is done again, also right after `enter_world` if the World before has not ended it.
+        Parameters, buffers and optimizers are left alone, and so is what all ranks have alike of the
+        algorithm's state.
+        """
+        self._session.roll_back()
+
     def stats(self) -> CommunicationStats:
         """What this model's communication has cost so far, on this rank."""
         return self._session.stats()

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.backend import BaguanetOptions
+from baguarun.comm.extension import load_extension
 from baguarun.comm.rails import NodeLayout, lay_out
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
@@ -56,6 +57,7 @@ def init_process_group(
         dist.init_process_group(
             chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
+        abort_with_others(dist.group.WORLD)
         return
     if not env.master_port:
         raise UsageError(
@@ -69,6 +71,7 @@ def init_process_group(
         world_size=env.world_size,
         timeout=timeout,
     )
+    abort_with_others(dist.group.WORLD)
 
 
 def usable_backends(backend: str, has_cuda: bool) -> str:
@@ -141,7 +144,21 @@ def _new_engine_group(
         use_local_synchronization=True,
         group_desc="baguarun engine",
     )
+    abort_with_others(group)
     return group
+
+
+def abort_with_others(group: dist.ProcessGroup | None) -> None:
+    """Have an ABORT of the agent end what `group` does; groups of baguanet end anyway.
+
+    Nothing in a process that has no channel to its agent.
+    """
+    if group is None or read_worker_env().control_fd is None:
+        return
+    for device in group._device_types:
+        backend = _backend(group, device)
+        if backend.name() != BAGUANET:
+            load_extension().abort_with_groups(backend)
 
 
 def same_number_of_groups(parent: dist.ProcessGroup) -> None:
@@ -200,6 +217,7 @@ def group_like(
         use_local_synchronization=True,
         group_desc=f"baguarun {name}",
     )
+    abort_with_others(made)
     return made
 
 

@@ -23,18 +23,16 @@ from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.legacy import Legacy, take_over_engine
 from baguarun.comm.models import bucket_limits, find_tensors, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
+from baguarun.comm.replicas import broadcast_optimizer_state, broadcast_tensors, real_view
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
-MIB = 2**20
-
 _BUCKET_ALIGN_BYTES = 64
 """In shared memory; as kBucketAlignBytes in cpp_ext/engine/bucket.h."""
-
-_BROADCAST_BUFFER_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +88,15 @@ class DataParallelSession:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         process_group: dist.ProcessGroup | None = None,
         settings: SessionSettings,
+        legacy: Legacy | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.settings = settings
+        self._module = module
+        self._optimizers = optimizers
+        self._on_default_group = process_group is None or process_group is dist.group.WORLD
+        self._legacy = legacy
+        self._keeps_committed = legacy is not None and legacy.keeps_committed
         self._sync_gradients = True
         self._last_forward_synced = True
         self._micro_batch: MicroBatch | None = None
@@ -118,11 +122,25 @@ class DataParallelSession:
         if dist.get_world_size(parent) == 1:
             return
         if settings.broadcast_buffers:
-            self._buffers = [_real_view(buffer) for buffer in module.buffers()]
+            self._buffers = [real_view(buffer) for buffer in module.buffers()]
+        try:
+            self._join(parent, parameters, optimizers)
+        except BaseException:
+            # Whoever keeps the error keeps this, too: its hooks must be gone.
+            self.close()
+            raise
+
+    def _join(
+        self,
+        parent: dist.ProcessGroup,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Make what only several ranks need."""
+        algorithm, settings, legacy = self.algorithm, self.settings, self._legacy
         extension = load_extension()
-        self._broadcast_coalesced = extension.broadcast_coalesced
         # Before the engine's group is made: ranks that differ would make different ones.
-        require_same(self._declare(module), parent, self.device)
+        require_same(self._declare(self._module), parent, self.device)
         operations = self._operations(parameters)
         exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
         arena_bytes = self._arena_bytes(exchanged, operations)
@@ -130,11 +148,16 @@ class DataParallelSession:
         weights = algorithm.exchanges_weights
         self._rails = join_rails(algorithm.hierarchy(), self._group, self.device, collectives=weights)
         if settings.init_sync:
-            self._broadcast([_real_view(tensor.detach()) for tensor in module.parameters()])
-            self._broadcast([_real_view(buffer) for buffer in module.buffers()])
-            _broadcast_optimizer_state(optimizers, self._group)
+            broadcast_tensors(
+                [real_view(tensor.detach()) for tensor in self._module.parameters()], self._group
+            )
+            broadcast_tensors([real_view(buffer) for buffer in self._module.buffers()], self._group)
+            broadcast_optimizer_state(optimizers, self._group)
         if algorithm.exchanges_weights:
-            context = StepContext(weights=FlatWeights(parameters), group=self._group, rails=self._rails)
+            kept = None if legacy is None else legacy.weights
+            context = StepContext(
+                weights=kept or FlatWeights(parameters), group=self._group, rails=self._rails
+            )
             self._stepper = algorithm.make_stepper(context)
             self._boundary = StepBoundary(self._stepper, optimizers)
         self._exchanged = exchanged
@@ -142,7 +165,85 @@ class DataParallelSession:
         if exchanged:
             self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
             self._memory = algorithm.make_memory(self._engine)
+            if self._stages is not None:
+                self._memory = self._memory or self._stages.memory()
             self._staged = self._follow_stages([parameter for _, parameter in exchanged])
+        if legacy is not None:
+            self._take_over(legacy)
+
+    def close(self) -> Legacy:
+        """Let go of the module, without waiting for anybody; the group has been aborted. Drops gradients."""
+        legacy = self._legacy or Legacy(keeps_committed=self._keeps_committed)
+        engine = None if self._engine is None else self._engine.close()
+        if self._memory is not None:
+            legacy = dataclasses.replace(legacy, memory=self._memory.hand_over())
+        if engine is not None:
+            legacy = dataclasses.replace(legacy, engine=engine)
+        if self._stepper is not None:
+            weights = self._stepper.context.weights
+            legacy = dataclasses.replace(legacy, stepper=self._stepper.hand_over(), weights=weights)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._engine = self._staged = self._memory = self._stepper = self._boundary = None
+        self._legacy = legacy
+        return legacy
+
+    def require_complete(self) -> None:
+        """Before an optimizer's step: all communication of the last backward has ended well on this rank."""
+        if self._engine is not None:
+            self._engine.require_complete()
+        if (reason := load_extension().interruption()) is not None:
+            raise CommunicationError(f"the World is given up: {reason}")
+
+    def keep_committed(self, keep: bool) -> None:
+        """Between steps: whether `roll_back` is to be possible."""
+        self._keeps_committed = keep
+        if self._engine is not None:
+            self._engine.keep_committed(keep)
+        elif self._legacy is not None:
+            self._legacy = dataclasses.replace(self._legacy, keeps_committed=keep)
+
+    def commit(self) -> None:
+        """Between steps: `roll_back` comes back to here."""
+        if self._engine is not None:
+            self._engine.commit()
+            if self._memory is not None:
+                self._memory.commit()
+        elif self._legacy is not None:
+            self._legacy = self._legacy.committed()
+
+    def roll_back(self) -> None:
+        """Between steps, also in the next World: owe by error feedback what was owed at the last commit."""
+        if self._engine is not None:
+            self._engine.roll_back()
+        elif self._legacy is not None:
+            self._legacy = self._legacy.rolled_back()
+
+    def succeed(self) -> DataParallelSession:
+        """The session of the same model on the default group of now. Collective over it; the last call."""
+        if not self._on_default_group:
+            raise UsageError(
+                "the model was wrapped with a process_group of its own, which the new World does not have; "
+                "want process_group=None for models of jobs that are resized in place"
+            )
+        return DataParallelSession(
+            self._module,
+            algorithm=self.algorithm,
+            optimizers=self._optimizers,
+            settings=dataclasses.replace(self.settings, init_sync=False),
+            legacy=self.close(),
+        )
+
+    def _take_over(self, legacy: Legacy) -> None:
+        if self._engine is not None:
+            if self._staged is not None:
+                self._staged.enter()
+            take_over_engine(self._engine, legacy)
+        if self._memory is not None:
+            self._memory.take_over(legacy.memory, self._group)
+        if self._stepper is not None:
+            self._stepper.take_over(legacy.stepper)
+        self._legacy = None
 
     @property
     def stepper(self) -> Stepper | None:
@@ -158,9 +259,9 @@ class DataParallelSession:
             begins_round = self._begins_round()
             self._engine.before_forward(begins_round and self._sends_gradients())
             if begins_round and self._staged is not None:
-                self._staged.enter()
+                self._staged.begin_round()
         if self._buffers and self._shares_buffers_before(syncing):
-            self._broadcast(self._buffers)
+            broadcast_tensors(self._buffers, self._group)
         if torch.is_grad_enabled() and self._stepper is not None:
             with timeline.span("start of the step", "weights"):
                 self._stepper.before_forward()
@@ -241,8 +342,6 @@ class DataParallelSession:
         """Go on from a checkpoint, on all ranks, after the model's weights have been loaded."""
         state = dict(state)
         of_engine = state.pop("engine", None)
-        if of_engine is not None:
-            self._load_engine_state(of_engine)
         kept = self._stepper or self._memory
         if kept is None and state:
             raise UsageError(
@@ -251,6 +350,9 @@ class DataParallelSession:
             )
         if kept is not None:
             kept.load_state_dict(state)
+        # After what says which stage the engine is in.
+        if of_engine is not None:
+            self._load_engine_state(of_engine)
 
     def _begins_round(self) -> bool:
         """Whether this forward is the first of those that end in a communicating backward.
@@ -358,17 +460,6 @@ class DataParallelSession:
         tensors = named_forms(module.named_parameters()) + named_forms(module.named_buffers())
         return Declaration(settings=tuple(settings), tensors=tuple(tensors))
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        if not tensors:
-            return
-        try:
-            with torch.no_grad():
-                self._broadcast_coalesced(self._group, tensors, _BROADCAST_BUFFER_BYTES)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"broadcast of {len(tensors)} tensors from rank 0 failed: {error}"
-            ) from error
-
 
 def _require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
@@ -377,21 +468,3 @@ def _require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     if group is None or dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group")
     return group
-
-
-def _real_view(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup) -> None:
-    """Give every rank rank 0's optimizer state, if it has any (a job that goes on from a checkpoint)."""
-    if not optimizers:
-        return
-    root = dist.get_global_rank(group, 0)
-    states: list[Any] = [[optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]]
-    dist.broadcast_object_list(states, src=root, group=group)
-    if dist.get_rank(group) == 0:
-        return
-    for optimizer, state in zip(optimizers, states[0], strict=True):
-        if state is not None:
-            optimizer.load_state_dict(state)

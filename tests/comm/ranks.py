@@ -5,6 +5,7 @@ Processes are forked from a server that has imported torch once, so a World of f
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -16,14 +17,20 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 DEADLINE_S = 120
 """After this a World that has not finished is killed and the test fails."""
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+
+LEAVING = timedelta(seconds=20)
+"""A rank that has died keeps those waiting for this long that would end together with it."""
 
 BACKEND = "baguanet"
 
@@ -47,9 +54,14 @@ def run_ranks(
 ) -> list[Any]:
     """What `function(*args)` returns on each rank, in a process group; fails the test if any rank failed."""
     outcomes = run_ranks_to_the_end(function, world_size, *args, timeout=timeout, backend=backend)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.died:
-            pytest.fail(f"rank {rank} of {world_size}: {outcome.traceback or 'died'}", pytrace=False)
+    # Of all that failed: the one that others failed because of may be any of them.
+    failures = [
+        f"rank {rank} of {world_size}: {outcome.traceback or 'died'}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error is not None or outcome.died
+    ]
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
     return [outcome.value for outcome in outcomes]
 
 
@@ -86,6 +98,15 @@ def run_ranks_to_the_end(
                     process.kill()
                     process.join()
     return outcomes
+
+
+def leave_together(store: dist.Store, rank: int, world_size: int) -> None:
+    """Waits until every rank has come here or cannot: Gloo fails what is on its way to a rank that has ended."""
+    import torch.distributed as dist
+
+    store.set(f"{rank} is done", "")
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait([f"{peer} is done" for peer in range(world_size)], LEAVING)
 
 
 def _collect(pipes: list[Connection], outcomes: list[Outcome]) -> None:
@@ -136,6 +157,8 @@ def _work(
         outcome = Outcome(value=function(*args))
     except BaseException as error:
         outcome = Outcome(error=_picklable(error), traceback=traceback.format_exc())
+    if backend == "gloo":
+        leave_together(store, rank, world_size)
     pipe.send(outcome)
     pipe.close()
     # Ranks that failed on purpose leave groups that cannot be torn down in good order.

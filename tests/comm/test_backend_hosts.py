@@ -59,7 +59,37 @@ except dist.DistBackendError as error:
 """
 
 
-def run(script: str) -> list[tuple[int, str]]:
+ONE_COMPUTES_FOR_LONG = """
+if rank == 3:
+    sum(range(100_000_000))  # one call, which lets no other thread of Python run
+dist.barrier()
+dist.destroy_process_group()
+print("went well")
+"""
+
+ONE_IS_STOPPED = """
+import time
+store = dist.distributed_c10d._get_default_store()
+if rank == 3:
+    store.set("pid", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+stopped = int(store.get("pid"))
+try:
+    while True:
+        # Most of the time nobody waits for anybody.
+        time.sleep(0.05)
+        if rank < 2:
+            dist.send(torch.ones(1), 1 - rank) if rank else dist.recv(torch.ones(1), 1)
+        else:
+            dist.recv(torch.ones(1), 3)
+except dist.DistBackendError as error:
+    print(error)
+if rank == 2:
+    os.kill(stopped, signal.SIGKILL)
+"""
+
+
+def run(script: str, **environ: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank."""
     with Lab(hosts=2) as lab:
         world = {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29400", "WORLD_SIZE": "4"}
@@ -69,7 +99,7 @@ def run(script: str) -> list[tuple[int, str]]:
             processes.append(
                 lab.hosts[rank // RANKS_PER_HOST].popen(
                     [sys.executable, "-c", START + script],
-                    env={**os.environ, **world, **place, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, **world, **place, "OMP_NUM_THREADS": "1", **environ},
                     cwd=ROOT,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -91,3 +121,16 @@ def test_survivors_on_both_hosts_name_the_rank_that_was_killed() -> None:
         # Torch's store has a word to say, too.
         (error,) = [line for line in said.splitlines() if line.startswith("baguanet: ")]
         assert "rank 3" in error and "imed out" not in error, said
+
+
+def test_a_rank_that_computes_gives_signs_of_life_though_python_has_no_time() -> None:
+    for code, said in run(ONE_COMPUTES_FOR_LONG, BAGUA_NET_BEAT_TIMEOUT_S="0.3"):
+        assert code == 0 and "went well" in said, said
+
+
+def test_a_rank_that_is_stopped_is_named_by_all_also_by_those_who_do_not_wait_for_it() -> None:
+    ended = run(ONE_IS_STOPPED, BAGUA_NET_BEAT_TIMEOUT_S="0.5")
+    assert [code for code, _ in ended] == [0, 0, 0, -9], ended
+    for _, said in ended[:3]:
+        (error,) = [line for line in said.splitlines() if line.startswith("baguanet: ")]
+        assert "rank 3" in error and "no sign of life" in error, said

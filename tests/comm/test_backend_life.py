@@ -173,6 +173,17 @@ def run_scripts(script: str, world_size: int = 2) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
+@pytest.mark.parametrize("module", ["baguarun.comm.backend", "baguarun.comm.extension"])
+def test_a_module_of_ours_may_be_what_imports_torch_first(module: str) -> None:
+    script = (
+        f"import sys, {module}\n"
+        "assert 'torch' in sys.modules\n"
+        "import torch.distributed as dist\n"
+        "assert dist.is_backend_available('baguanet')\n"
+    )
+    assert run_scripts(script, 1) == [(0, "")]
+
+
 START = """
 import sys, torch, torch.distributed as dist
 import baguarun.comm.backend

@@ -38,7 +38,11 @@ def sends_all_in_the_long_run(sizes: Sequence[int], algorithm: Algorithm) -> Non
 
 @pytest.mark.parametrize("sizes", PLACES, ids=str)
 @pytest.mark.parametrize(
-    "algorithm", [Sparse(density=0.1, hierarchical=True), ByteGrad(error_feedback=True, hierarchical=True)]
+    "algorithm",
+    [
+        Sparse(warmup_steps=0, density=0.1, hierarchical=True),
+        ByteGrad(error_feedback=True, hierarchical=True),
+    ],
 )
 def test_in_the_long_run_nothing_is_lost(sizes: Sequence[int], algorithm: Algorithm) -> None:
     run_ranks(sends_all_in_the_long_run, sum(sizes), sizes, algorithm)

@@ -162,23 +162,30 @@ class NormOverRanks(nn.Module):
         self.norm = nn.BatchNorm1d(features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # In double precision, so that both ways round alike: who keeps the largest numbers only might choose
+        # others, and who divides by small ones make much of the difference.
+        wide, weight, bias = x.double(), self.norm.weight.double(), self.norm.bias.double()
         if not self.has_feature:
-            everything = dist_functional.all_gather(x)
-            return self.norm(torch.cat(everything)).chunk(len(everything))[dist.get_rank()]
+            everything = dist_functional.all_gather(wide)
+            whole = functional.batch_norm(
+                torch.cat(everything), None, None, weight, bias, training=True, eps=self.norm.eps
+            )
+            return whole.chunk(len(everything))[dist.get_rank()].to(x.dtype)
         count = len(x) * dist.get_world_size()
-        mean = dist_functional.all_reduce(x.sum(0)) / count
-        variance = dist_functional.all_reduce((x - mean).square().sum(0)) / count
-        x = (x - mean) * torch.rsqrt(variance + self.norm.eps)
-        return x * self.norm.weight + self.norm.bias
+        mean = dist_functional.all_reduce(wide.sum(0)) / count
+        variance = dist_functional.all_reduce((wide - mean).square().sum(0)) / count
+        wide = (wide - mean) * torch.rsqrt(variance + self.norm.eps)
+        return (wide * weight + bias).to(x.dtype)
 
 
 def normalises_over_ranks(side: Side) -> None:
+    # A bias would have a gradient of rounding errors alone, of which QAdam makes whole steps.
     net = seeded(
         lambda: nn.Sequential(
-            nn.Linear(7, 11), NormOverRanks(side.has_feature, 11), nn.Tanh(), nn.Linear(11, 3)
+            nn.Linear(7, 11, bias=False), NormOverRanks(side.has_feature, 11), nn.Tanh(), nn.Linear(11, 3)
         )
     )
-    # The two keep their running statistics apart.
+    # Neither keeps running statistics.
     trainer = side.wrap(net, broadcast_buffers=False)
     train(trainer)
 

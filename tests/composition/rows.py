@@ -105,7 +105,7 @@ _LISTED = (
     ),
     Row(
         title="sparse",
-        algorithm=Sparse(density=0.1),
+        algorithm=Sparse(warmup_steps=0, density=0.1),
         tolerance=UNEVEN,
         replicas_meet_every=1,
     ),

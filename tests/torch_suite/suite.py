@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.ranks import Outcome, run_ranks
+from tests.comm.ranks import Outcome, leave_together, run_ranks
 
 BACKENDS = ["gloo", "baguanet"]
 TIMEOUT = timedelta(seconds=15)
@@ -73,6 +73,8 @@ def _play(backend: str, folder: str, checks: Sequence[Behaviour]) -> list[Outcom
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
             outcomes.append(Outcome(error=AssertionError(said), traceback=traceback.format_exc()))
+        if backend == "gloo":
+            leave_together(store, rank, size)
         if dist.is_initialized():
             dist.destroy_process_group()
     return outcomes

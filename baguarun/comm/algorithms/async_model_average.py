@@ -35,6 +35,9 @@ class AsyncModelAverage(Algorithm):
     every rank, agreed in the round before, and a rank waits for the round under way before it starts the
     next. So a rank is never more than one period ahead, no rank is left waiting if all take the same number
     of steps, and nothing has to be stopped for evaluation or at the end. Replicas differ.
+
+    When the World changes, the round under way is dropped: every rank keeps its own weights, and the next
+    round begins with its next step.
     """
 
     name: ClassVar[str] = "async_model_average"
@@ -165,6 +168,16 @@ class AsyncStepper(Stepper):
             if change is None
             else [tensor.to(mine.device, copy=True) for tensor, mine in zip(change, buffers, strict=True)]
         )
+
+    def hand_over(self) -> dict[str, Any]:
+        """The round under way is dropped, and with it no work of this rank's."""
+        return {**super().hand_over(), "paused": self._paused, "change": self._resumed_change}
+
+    def take_over(self, left: dict[str, Any] | None) -> None:
+        super().take_over(left)
+        if left is not None:
+            self._paused, self._resumed_change = left["paused"], left["change"]
+        self._next_start = max(self.steps, self._settings.warmup_steps) + 1
 
     def _apply_resumed_change(self) -> None:
         if self._resumed_change is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
@@ -70,6 +71,15 @@ class EngineMemory(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def commit(self) -> None:
+        """Between steps: a World that ends in the middle of the next one is gone on from here."""
+
+    def hand_over(self) -> dict[str, Any]:
+        """What `take_over` is given in the next World. The group is gone: waits for nobody."""
+
+    def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
+        """Go on from what `hand_over` gave in the World before, None on a rank that is new. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,9 @@ class Decentralized(Algorithm):
 
     x(t+1) = mix(x(t)) - step(g(x(t))): the gradient is taken at the weights before they are mixed, so that
     the exchange overlaps forward and backward. Replicas differ between exchanges.
+
+    When the World changes, the exchange under way is dropped, every rank keeps its own weights, and peers are
+    chosen among the new ranks.
     """
 
     name: ClassVar[str] = "decentralized"

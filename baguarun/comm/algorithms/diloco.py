@@ -17,6 +17,7 @@ from baguarun.comm.algorithms.stepper import (
     finish_at_exit,
     require_range,
 )
+from baguarun.comm.legacy import share
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
@@ -32,6 +33,9 @@ class DiLoCo(Algorithm):
     as a gradient to SGD with Nesterov momentum, whose result becomes everybody's weights. The inner optimizer
     and its state stay each rank's own. Outer weights and momentum, in fp32 or more, are part of the
     algorithm's state: a checkpoint without them goes on as if training had just begun.
+
+    When the World changes, they are taken from the rank that has taken most steps, and an outer step under
+    way is dropped: its change is still in the local weights and counts in the fragment's next turn.
     """
 
     name: ClassVar[str] = "diloco"
@@ -164,6 +168,18 @@ class _Outer(Stepper):
                 }
             )
         return {**super().state_dict(), "fragments": fragments}
+
+    def hand_over(self) -> dict[str, Any]:
+        kept = [(fragment.outer, fragment.momentum) for fragment in self._fragments]
+        return {**super().hand_over(), "fragments": kept}
+
+    def take_over(self, left: dict[str, Any] | None) -> None:
+        source = self._agree_on_steps(left)
+        if left is not None:
+            for fragment, (outer, momentum) in zip(self._fragments, left["fragments"], strict=True):
+                fragment.outer, fragment.momentum = outer, momentum
+        for fragment in self._fragments:
+            share(fragment.outer + fragment.momentum, source, self.context.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state["fragments"]

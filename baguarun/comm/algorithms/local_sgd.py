@@ -17,6 +17,9 @@ class LocalSGD(Algorithm):
     """Local SGD (Stich, arXiv 1805.09767), post-local SGD with a warm-up (Lin et al., arXiv 1808.07217).
 
     Replicas are equal after every `local_steps` steps. Each rank's optimizer state stays its own.
+
+    When the World changes, an average under way is dropped; every rank keeps its own weights until the next
+    one, which all take after the same step.
     """
 
     name: ClassVar[str] = "local_sgd"
@@ -48,6 +51,7 @@ class _Averager(Stepper):
     def __init__(self, context: StepContext, settings: LocalSGD) -> None:
         super().__init__(context)
         self._settings = settings
+        self._averages = [torch.empty_like(buffer) for buffer in context.weights.buffers]
 
     def sends_gradients(self) -> bool:
         return self.steps < self._settings.warmup_steps
@@ -58,7 +62,10 @@ class _Averager(Stepper):
     def after_step(self) -> None:
         self.steps += 1
         if self.steps > self._settings.warmup_steps and self._replicas_are_equal():
-            self.average(self.context.weights.buffers).wait()
+            mine = self.context.weights.buffers
+            # Into copies: one that fails half-way must leave the weights whole.
+            torch._foreach_copy_(self._averages, mine)
+            torch._foreach_copy_(mine, self.average(self._averages).wait())
 
     def _replicas_are_equal(self) -> bool:
         local = self.steps - self._settings.warmup_steps

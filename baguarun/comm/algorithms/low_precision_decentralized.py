@@ -34,6 +34,9 @@ class LowPrecisionDecentralized(Algorithm):
     other's only neighbour: q = Q((x - w) + (L - w) / 2), one message (Bagua sends it twice and mixes by
     thirds, which makes two ranks swing around their average). Replicas differ.
 
+    When the World changes, the exchange under way is dropped, every rank keeps its own weights, w begins as
+    these, and the new neighbours send each other theirs in full.
+
     On the CPU. Copies and w are fp32, of float64 weights float64; what travels is coded from fp32 always.
     """
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from baguarun.comm.algorithms.base import (
     WIRE_OF_DTYPE,
@@ -15,6 +16,7 @@ from baguarun.comm.algorithms.base import (
     full_precision,
 )
 from baguarun.comm.algorithms.stepper import require_range
+from baguarun.comm.legacy import share, source_of
 from baguarun.errors import UsageError
 
 
@@ -26,6 +28,9 @@ class PowerSGD(Algorithm):
     of m x rank and k x rank, averaged over the ranks one after the other. What that lacks is added to the
     next step's gradient; Q is where the next step begins. Vectors, and matrices that would gain nothing,
     travel as they are, and so does float64. NaN and Inf become NaN in the whole matrix, on all ranks.
+
+    When the World changes, every rank keeps what it owes, and Q is that of one that has taken most steps: it
+    is where an iteration begins, so one of another step costs a little accuracy once.
     """
 
     name: ClassVar[str] = "power_sgd"
@@ -91,5 +96,21 @@ class LowRankMemory:
             residual.copy_(saved)
             vectors.copy_(saved_vectors)
         steps = int(state["steps"])
+        self._steps_before = steps - self._engine.stats().steps
+        self._engine.compress_after(max(0, self._settings.start_step - steps))
+
+    def commit(self) -> None:
+        """Q and the number of steps stay what the last round has made of them."""
+
+    def hand_over(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
+        """Collective. Residuals stay each rank's own; steps and Q are those of one with most steps."""
+        if left is not None:
+            self.load_state_dict(left)
+        vectors = [vectors for _, vectors in self._engine.low_rank_tensors()]
+        source, steps = source_of(0 if left is None else left["steps"], group, torch.device("cpu"))
+        share(vectors, source, group)
         self._steps_before = steps - self._engine.stats().steps
         self._engine.compress_after(max(0, self._settings.start_step - steps))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baguarun.comm.algorithms.base import Operation
+from baguarun.comm.algorithms.base import EngineMemory, Operation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +59,14 @@ class GradientStages(ABC):
     def describe(self) -> str:
         """All that ranks must agree on besides the algorithm's settings."""
 
+    def round_begins(self) -> None:
+        """The engine has entered the stage that is due, and gradients will be sent in it."""
+        return
+
+    def memory(self) -> EngineMemory | None:
+        """What a checkpoint must keep of the stages themselves; None: nothing."""
+        return None
+
 
 class StagedEngine:
     """Tells one engine what its stages say."""
@@ -75,6 +83,11 @@ class StagedEngine:
         self._parameters = list(parameters)
         self._make_spec = make_spec
         self._momentum: Momentum | None = None
+
+    def begin_round(self) -> None:
+        """Before the first forward of a round."""
+        self.enter()
+        self._stages.round_begins()
 
     def enter(self) -> None:
         """Between rounds: make the next one what is due."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from baguarun.comm import timeline
 from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.legacy import source_of
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rail_groups import RailGroups
 from baguarun.comm.weights import FlatWeights
@@ -87,6 +88,24 @@ class Stepper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; the weights are restored by the caller, before."""
         self.steps = int(state["steps"])
+
+    def hand_over(self) -> dict[str, Any]:
+        """What the stepper of the next World begins with. The group is gone: waits for nobody."""
+        return {"steps": self.steps}
+
+    def take_over(self, left: dict[str, Any] | None) -> None:
+        """Go on from what `hand_over` gave; None for a rank that is new. Collective, after the World changed.
+
+        All ranks count their steps alike from here on, as the one with most of them does.
+        """
+        self._agree_on_steps(left)
+
+    def _agree_on_steps(self, left: dict[str, Any] | None) -> int:
+        """Rank of one with most steps, whose count becomes everybody's. Collective."""
+        here = self.context
+        own = 0 if left is None else int(left["steps"])
+        source, self.steps = source_of(own, here.group, here.weights.buffers[0].device)
+        return source
 
     def average(self, tensors: Sequence[torch.Tensor]) -> Pending:
         """Start to replace `tensors` by their averages over the ranks."""

@@ -20,7 +20,12 @@ from tests.comm.models import assert_same_on_all_ranks
 from tests.comm.ranks import run_ranks
 
 STEPS = 10
-ALGORITHMS: list[Algorithm] = [Sparse(density=0.1), ByteGrad(error_feedback=True), QAdam(bits=1), QAdam()]
+ALGORITHMS: list[Algorithm] = [
+    Sparse(warmup_steps=0, density=0.1),
+    ByteGrad(error_feedback=True),
+    QAdam(bits=1),
+    QAdam(),
+]
 
 
 def make(algorithm: Algorithm) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -129,7 +134,8 @@ def test_residuals_of_another_rank_or_world_are_given_up_with_a_warning(tmp_path
 def load_into_other_buckets() -> list[str]:
     def wrap(bucket_cap_mb: float) -> DistributedDataParallel:
         module = nn.Sequential(nn.Linear(70, 70), nn.Linear(70, 70))
-        return DistributedDataParallel(module, algorithm="sparse", bucket_cap_mb=bucket_cap_mb)
+        algorithm = Sparse(warmup_steps=0)
+        return DistributedDataParallel(module, algorithm=algorithm, bucket_cap_mb=bucket_cap_mb)
 
     first, second = wrap(0.001), wrap(1)
     for model in (first, second):
@@ -150,7 +156,7 @@ def test_what_sums_owe_is_given_up_where_buckets_differ() -> None:
 
 def wrong_states() -> list[str]:
     def state_of(module: nn.Module) -> tuple[DistributedDataParallel, dict[str, Any]]:
-        model = DistributedDataParallel(module, algorithm="sparse")
+        model = DistributedDataParallel(module, algorithm=Sparse(warmup_steps=0))
         file = io.BytesIO()
         torch.save(model.algorithm_state_dict(), file)
         file.seek(0)

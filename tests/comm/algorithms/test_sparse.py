@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,8 +45,8 @@ def follow(algorithm: Algorithm, lossy: Lossy, dtype: torch.dtype = torch.float3
 
 
 def follow_top_k() -> None:
-    follow(Sparse(density=0.05), top_k(round(0.05 * 2048)))
-    follow(Sparse(density=0.05), top_k(round(0.05 * 2048)), torch.bfloat16)
+    follow(Sparse(warmup_steps=0, density=0.05), top_k(round(0.05 * 2048)))
+    follow(Sparse(warmup_steps=0, density=0.05), top_k(round(0.05 * 2048)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -61,11 +63,54 @@ def test_bytegrad_with_error_feedback_equals_it_too(world_size: int) -> None:
     run_ranks(follow_eight_bits, world_size)
 
 
+def follow_warm_up() -> list[int]:
+    """Every step equals the plain exchange with that step's density; the bytes of each."""
+    algorithm = Sparse(warmup_steps=9, density=0.01)
+    model = DistributedDataParallel(mlp(width=61), algorithm=algorithm, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    plain = PlainExchange(lambda numbers: numbers, dist.get_world_size())
+    sent = [0]
+    for step in range(12):
+        x = batch(model.module)
+        gradients = local_gradients(model, lambda local, x=x: loss(local(x)).backward())
+        optimizer.zero_grad()
+        loss(model(x)).backward()
+        plan = plan_names(model)
+        if step in (3, 6, 9):
+            # What contributions owe stays; buckets are made anew, and with them what sums owe.
+            plain.lossy = top_k(round({3: 1 / 16, 6: 1 / 64, 9: 0.01}[step] * 2048))
+            plain.result_residuals = [[] for _ in plan]
+        assert_result(model, plain.average(gradients, plan))
+        optimizer.step()
+        sent.append(model.stats().bytes_sent)
+    assert_same_on_all_ranks(list(model.parameters()))
+    return [after - before for before, after in pairwise(sent)]
+
+
+def test_the_density_falls_in_the_warm_up_and_nothing_owed_is_lost_between_its_parts() -> None:
+    # Of two ranks, whose sums are the same bits in whatever order.
+    for whole, sixteenth, sixty_fourth, rest in (found[::3] for found in run_ranks(follow_warm_up, 2)):
+        assert whole > 8 * sixteenth > 20 * sixty_fourth > 22 * rest > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "densities"),
+    [
+        (Sparse(), [1 / 4, 1 / 16, 1 / 64, 0.01]),
+        (Sparse(density=0.1), [1 / 4, 0.1]),
+        (Sparse(density=1 / 1024), [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024]),
+        (Sparse(warmup_steps=0), [0.01]),
+    ],
+)
+def test_densities_fall_by_four(settings: Sparse, densities: list[float]) -> None:
+    assert settings.densities() == densities
+
+
 def gaps_of_sums() -> list[float]:
     """How far the average of what was received is from the average gradient, after 20, 40 and 80 steps."""
     torch.manual_seed(dist.get_rank())
     module = nn.Linear(90, 70, bias=False)
-    model = DistributedDataParallel(module, algorithm=Sparse(density=1 / 16))
+    model = DistributedDataParallel(module, algorithm=Sparse(warmup_steps=0, density=1 / 16))
     # The gradient of a linear loss does not depend on the weights.
     slope = torch.randn(70, 90)
     gradients = [torch.empty_like(slope) for _ in range(dist.get_world_size())]
@@ -110,7 +155,7 @@ def losses_of(algorithm: Algorithm | str) -> tuple[float, float]:
 
 
 def train_sparse_and_whole() -> tuple[float, float, float]:
-    return (*losses_of("gradient_allreduce"), losses_of(Sparse(density=0.05))[1])
+    return (*losses_of("gradient_allreduce"), losses_of(Sparse(warmup_steps=0, density=0.05))[1])
 
 
 def test_it_trains_as_far_as_the_whole_gradient_and_replicas_stay_bit_identical() -> None:
@@ -120,7 +165,9 @@ def test_it_trains_as_far_as_the_whole_gradient_and_replicas_stay_bit_identical(
 
 
 def bytes_per_step() -> tuple[int, int]:
-    model = DistributedDataParallel(nn.Linear(256, 256, bias=False), algorithm=Sparse(density=1 / 128))
+    model = DistributedDataParallel(
+        nn.Linear(256, 256, bias=False), algorithm=Sparse(warmup_steps=0, density=1 / 128)
+    )
     model(torch.ones(1, 256)).sum().backward()
     codec = load_extension()
     chunk = codec.encoded_bytes(codec.Wire.TOPK, 256 * 256 // 4, 16)
@@ -133,7 +180,9 @@ def test_six_bytes_travel_per_number_kept() -> None:
 
 
 def overflow_on_one_rank() -> None:
-    model = DistributedDataParallel(nn.Linear(100, 100, bias=False), algorithm=Sparse(density=1 / 8))
+    model = DistributedDataParallel(
+        nn.Linear(100, 100, bias=False), algorithm=Sparse(warmup_steps=0, density=1 / 8)
+    )
     gradients = []
     for step in range(40):
         model.zero_grad()
@@ -152,7 +201,7 @@ def test_an_overflow_is_seen_by_all_ranks_and_gone_in_the_next_step() -> None:
 
 
 def keeps_what_has_no_codec() -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4).double(), algorithm="sparse")
+    model = DistributedDataParallel(nn.Linear(4, 4).double(), algorithm=Sparse(warmup_steps=0))
     model(torch.full((1, 4), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
     assert torch.equal(model.module.weight.grad, torch.full((4, 4), 1.5, dtype=torch.float64))
 
@@ -164,7 +213,7 @@ def test_float64_gradients_travel_whole() -> None:
 @pytest.mark.parametrize("density", [0.0, 0.0004, 0.126, float("nan")])
 def test_a_density_out_of_range_is_refused_with_the_range(density: float) -> None:
     with pytest.raises(UsageError, match=r"sparse: density=.*; want 0.00048828125 <= density <= 0.125"):
-        Sparse(density=density)
+        Sparse(warmup_steps=0, density=density)
 
 
 def test_it_is_known_by_name() -> None:

@@ -1,0 +1,96 @@
+"""The worker's end of its control channel, read by a C++ thread whatever training does."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+from baguarun.comm.extension import load_extension
+from baguarun.contract import ControlMessage, Topic
+from baguarun.errors import CommunicationError
+
+_SLICE_S = 0.2
+"""Between two looks for signals of the program, such as Ctrl-C."""
+
+
+class ControlChannel:
+    """Answers PING without the GIL and keeps all else for `next`; the process ends when the agent is gone.
+
+    ABORT also acts at once: all baguanet and NCCL groups of the process end with an error, and none can be
+    made, until `arm` is called for the generation that it announced, or a later one.
+
+    Takes over `fd` and closes it in children of the process, which cannot use the channel. A process has one
+    at a time. Threads: any.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._channel = load_extension().ControlChannel(fd)
+
+    def next(self, timeout_s: float | None = None) -> ControlMessage | None:
+        """The oldest message that was not handed out, waited for; None after `timeout_s` (None: no end)."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
+            found = self._open().next(timedelta(seconds=max(left, 0)))
+            if found is not None:
+                return _decode(found)
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    @property
+    def pending(self) -> ControlMessage | None:
+        """The newest SWITCH, LEAVE or ABORT that `next` has not handed out. Cheap where there is none."""
+        found = self._open().pending()
+        return None if found is None else _decode(found)
+
+    def send(self, message: ControlMessage) -> None:
+        """Raises `CommunicationError` if the agent is gone."""
+        self._open().send(message.encode())
+
+    def arm(self, generation: int) -> None:
+        """The groups to come are of `generation`: an ABORT that announced it, or an older one, is past."""
+        load_extension().enter_generation(generation)
+
+    @property
+    def interruption(self) -> str | None:
+        """The reason of an ABORT for a generation that was not armed yet; None if there is none."""
+        found: str | None = load_extension().interruption()
+        return found
+
+    def close(self) -> None:
+        """Stop to listen; the agent sees the end of the channel."""
+        self._channel = None
+
+    def _open(self) -> Any:
+        if self._channel is None:
+            raise CommunicationError("the control channel was closed")
+        return self._channel
+
+
+class BusyTime:
+    """What passes without a thread of this process waiting for others in communication. Threads: one."""
+
+    def __init__(self) -> None:
+        self._seen_s = time.monotonic()
+        self._waited_s = _waited_s()
+
+    def since_last_s(self) -> float | None:
+        """Since the call before; None where that cannot be told (NCCL, gloo)."""
+        now_s, waited_s = time.monotonic(), _waited_s()
+        passed_s, self._seen_s = now_s - self._seen_s, now_s
+        before_s, self._waited_s = self._waited_s, waited_s
+        if waited_s is None or before_s is None:
+            return None
+        return max(0.0, passed_s - (waited_s - before_s))
+
+
+def _waited_s() -> float | None:
+    waited_s: float | None = load_extension().waited_s()
+    return waited_s
+
+
+def _decode(found: tuple[int, bytes]) -> ControlMessage:
+    topic, body = found
+    return ControlMessage(Topic(topic), json.loads(body))

@@ -1,0 +1,100 @@
+"""What one session leaves to the next one of the same model, when the World has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.extension import load_extension
+from baguarun.comm.weights import FlatWeights
+from baguarun.errors import CommunicationError
+
+_ENGINE_FIELDS = ("order", "order_adopted", "residuals", "result_residuals")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Legacy:
+    """Nothing of it is bound to a group. A World of one, which has no engine, hands it on as it is."""
+
+    engine: Any = None
+    """`baguarun._C.EngineState`: the order of buckets, and what this rank owes by error feedback."""
+    keeps_committed: bool = False
+    """Whether what was owed at the last commit is kept, for steps that are done again."""
+    memory: dict[str, Any] | None = None
+    """Of an algorithm that keeps something in the engine."""
+    stepper: dict[str, Any] | None = None
+    """Of an algorithm that exchanges weights."""
+    weights: FlatWeights | None = None
+    """Where the parameters live, for such an algorithm."""
+
+    def committed(self) -> Legacy:
+        """After a commit: what is owed now is what was owed then."""
+        return self if self.engine is None else dataclasses.replace(self, engine=_engine_state(self.engine))
+
+    def rolled_back(self) -> Legacy:
+        """With what was owed at the last commit in place of what is owed now."""
+        if self.engine is None or not self.engine.committed:
+            return self
+        left = list(zip(self.engine.residuals, self.engine.committed, strict=True))
+        owed = [now if then.numel() != now.numel() else then for now, then in left]
+        memory = self.memory
+        if memory is not None:
+            # By matrix, and a parameter that is one owes nothing else.
+            of_matrices = [then for now, then in left if now.numel() == 0 and then.numel() > 0]
+            memory = {**memory, "residuals": of_matrices}
+        return dataclasses.replace(self, engine=_engine_state(self.engine, residuals=owed), memory=memory)
+
+
+def _engine_state(left: Any, **changed: Any) -> Any:
+    """A copy of `left`, a `baguarun._C.EngineState`, but for what is `changed` and for the last commit's."""
+    fields = {name: getattr(left, name) for name in _ENGINE_FIELDS}
+    return load_extension().EngineState(**{**fields, **changed})
+
+
+def take_over_engine(engine: Any, legacy: Legacy) -> None:
+    """Let the new `engine` go on. Collective over its group: the order of buckets is rank 0's.
+
+    What this rank's contributions owe stays with it. What its sums owe is given up with a warning, for they
+    are of other numbers now, or of other ranks.
+    """
+    left = legacy.engine
+    engine.keep_committed(legacy.keeps_committed)
+    if left is None:
+        left = load_extension().EngineState(
+            order=[], order_adopted=False, residuals=[], result_residuals=[], committed=[]
+        )
+    engine.load_state(_engine_state(left, result_residuals=[], committed=left.committed))
+    if any(residual.any() for residual in left.result_residuals):
+        warnings.warn(
+            "error feedback: the World has changed, and what this rank's sums still owed is given up; what "
+            "its gradients owe stays",
+            stacklevel=2,
+        )
+
+
+def source_of(steps: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
+    """The first rank of `group` with most `steps`, and how many it has. Collective."""
+    world_size = dist.get_world_size(group)
+    everyone = torch.zeros(world_size, dtype=torch.int64, device=device)
+    everyone[dist.get_rank(group)] = steps
+    try:
+        dist.all_reduce(everyone, group=group)
+    except RuntimeError as error:
+        raise CommunicationError(f"comparing the steps of the ranks failed: {error}") from error
+    most = int(everyone.max().item())
+    return everyone.tolist().index(most), most
+
+
+def share(tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite `tensors` on all ranks by those of rank `source` of `group`. Collective."""
+    root = dist.get_global_rank(group, source)
+    try:
+        for tensor in tensors:
+            dist.broadcast(tensor, root, group=group)
+    except RuntimeError as error:
+        raise CommunicationError(f"sharing the algorithm's state failed: {error}") from error
