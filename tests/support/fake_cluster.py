@@ -19,6 +19,7 @@ from baguarun.elastic.membership.events import (
 from baguarun.elastic.membership.job import JobSpec, NodeOffer
 from baguarun.elastic.membership.session import Session
 from baguarun.elastic.membership.settings import MembershipSettings
+from tests.support.fake_prober import FakeNetwork, FakeProber
 from tests.support.fake_store import FakeServer, FakeStore
 
 E = TypeVar("E")
@@ -48,13 +49,16 @@ class FakeNode:
         slots: int = 2,
         node_rank: int | None = None,
         settings: MembershipSettings = SETTINGS,
+        network: FakeNetwork | None = None,
     ) -> None:
+        """`network`: in which nodes probe each other; None: they do not."""
         self.name = name
         self.store = FakeStore(server, seed=sum(map(ord, name)))
         offer = NodeOffer(
             node_id=f"id-{name}", name=name, address=f"addr-{name}", slots=slots, node_rank=node_rank
         )
-        self.session = Session(self.store, spec, offer, settings)
+        self.prober = FakeProber(network, offer.node_id, settings) if network is not None else None
+        self.session = Session(self.store, spec, offer, settings, self.prober)
         self.events: list[MembershipEvent] = []
         self.stopping_workers_s = 0.0
         """How long it takes this node to stop its workers."""

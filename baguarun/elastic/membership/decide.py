@@ -5,101 +5,47 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
 
-from baguarun.contract import Failure
-from baguarun.elastic.membership.records import Member, StopRequest
+from baguarun.elastic.membership.actions import (
+    Check,
+    Decision,
+    Dismiss,
+    Finish,
+    GoLive,
+    Publish,
+    Reset,
+    Tell,
+    Wait,
+)
+from baguarun.elastic.membership.records import BrokenLink, Member
 from baguarun.elastic.membership.settings import MembershipSettings
+from baguarun.elastic.membership.suspicion import HELD_OFF_S, Blame, blame, held_off
 from baguarun.elastic.membership.view import CurrentWorld, Node, Report, View
 
 FREE_RETRIES = 5
 """Times in a row that "address in use" is nobody's fault; after that it is a failure like any other."""
+DATA_LOST = "the store lost the job's data; its nodes have registered again"
 ROOT_CAUSE_WINDOW_S = 0.5
 """A worker killed by a signal takes its peers' connections with it; their reports may overtake its own."""
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Nothing, until something changes or the clock reads `until_s`."""
-
-    until_s: float | None = None
-    announce: bool = False
-    """People on all nodes should know why."""
-
-
-@dataclass(frozen=True)
-class Publish:
-    """A new World of these nodes, in this order."""
-
-    generation: int
-    nodes: tuple[Node, ...]
-    restart_count: int
-    charged: bool = False
-    free_retries: int = 0
-
-
-@dataclass(frozen=True)
-class GoLive:
-    """All members have acknowledged: workers may start."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Check:
-    """Ask every member for a sign of life: was a lost node the cause of the failure?"""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Let nodes without a place know why; the `refused` must go."""
-
-    node_ids: tuple[str, ...]
-    refused: bool
-
-
-@dataclass(frozen=True)
-class Dismiss:
-    """Ask members to leave politely: the job shall have fewer nodes."""
-
-    node_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Reset:
-    """What lies in the store belongs to nodes that are all gone: clear it and begin afresh."""
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The job is over."""
-
-    success: bool
-    failure: Failure | None
-    exit_code: int
-    stop: StopRequest | None = None
-    """Whose wish that was, if somebody's."""
-
-
-Action: TypeAlias = Wait | Publish | GoLive | Check | Tell | Dismiss | Reset | Finish
-
-
-@dataclass(frozen=True)
-class Decision:
-    action: Action
-    reason: str
-
-
 def decide(now_s: float, view: View, settings: MembershipSettings) -> Decision:
     """The one next step. Taken and asked again, it leads in the end to `Wait` or `Finish`."""
+    first = decide_first(now_s, view, settings)
+    if first is not None:
+        return first
+    if view.world is None:
+        return _first_world(now_s, view, settings)
+    return _next_step(now_s, view, view.world, settings)
+
+
+def decide_first(now_s: float, view: View, settings: MembershipSettings) -> Decision | None:
+    """What comes before all else: a job that is over, or another's; None if it is neither."""
     if view.ended_revision is not None:
         return _ended(view)
     if view.inherited and view.world is None:
         return Decision(Reset(), "the nodes that began this job are gone")
-    if view.inherited and not _holders(view):
+    if view.inherited and not holders_of(view):
         until_s = view.took_over_s + settings.reregister_s
         if now_s < until_s:
             reason = "an unfinished run of this job is in the store; waiting for its nodes"
@@ -110,9 +56,7 @@ def decide(now_s: float, view: View, settings: MembershipSettings) -> Decision:
         return Decision(Tell(tuple(sorted(strangers)), refused=True), "two jobs with one id")
     if view.stop is not None:
         return Decision(Finish(False, None, view.stop.exit_code, view.stop), view.stop.reason)
-    if view.world is None:
-        return _first_world(now_s, view, settings)
-    return _next_step(now_s, view, view.world, settings)
+    return None
 
 
 def rank_order(nodes: Iterable[Node]) -> list[Node]:
@@ -165,7 +109,7 @@ def _holds(view: View, node_id: str, create_revision: int) -> bool:
     return node.create_revision == create_revision or (past is not None and past.token == view.world.token)
 
 
-def _holders(view: View) -> list[Node]:
+def holders_of(view: View) -> list[Node]:
     """Members of the current World that are here, in rank order."""
     if view.world is None:
         return []
@@ -173,8 +117,12 @@ def _holders(view: View) -> list[Node]:
     return [view.nodes[m.node_id] for m in members if _holds(view, m.node_id, m.create_revision)]
 
 
-def _newcomers(view: View, holders: Iterable[Node]) -> list[Node]:
-    known = {node.node_id for node in holders} | view.strangers | view.dismissed
+def newcomers_of(view: View, holders: Iterable[Node]) -> list[Node]:
+    """Nodes that may come in besides the `holders`, in the order in which they would."""
+    here = {node.node_id for node in holders}
+    known = here | view.strangers | view.dismissed
+    if view.world is not None and view.world.broken:
+        known |= held_off(view.nodes, here, view.world.broken, view.time_s)
     return rank_order(node for node_id, node in view.nodes.items() if node_id not in known)
 
 
@@ -186,17 +134,40 @@ def _publish(
     *,
     charged: bool = False,
     free_retries: int = 0,
+    broken: tuple[BrokenLink, ...] | None = None,
 ) -> Decision:
-    seen = max((node.record.seen for node in view.nodes.values()), default=0)
-    generation = max(seen, view.world.generation if view.world else 0) + 1
+    if broken is None:
+        broken = view.world.broken if view.world else ()
     chosen = tuple(nodes[: view.places])
-    return Decision(Publish(generation, chosen, restart_count, charged, free_retries), reason)
+    generation = next_generation(view)
+    return Decision(Publish(generation, chosen, restart_count, charged, free_retries, broken), reason)
+
+
+def next_generation(view: View) -> int:
+    """Above all that any node has seen, even if the store lost its data."""
+    seen = max((node.record.seen for node in view.nodes.values()), default=0)
+    return max(seen, view.world.generation if view.world else 0) + 1
 
 
 def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Decision:
     here = len(view.nodes) - len(view.strangers)
+    waiting = await_first_nodes(now_s, view, here, settings)
+    if waiting is not None:
+        return waiting
+    if any_past(view):
+        nodes, restart_count = remembered(view)
+        return _publish(view, nodes, restart_count, DATA_LOST)
+    return _publish(view, newcomers_of(view, ()), 0, tell_here(view, here))
+
+
+def tell_here(view: View, here: int) -> str:
+    return "all nodes are here" if here >= view.places else f"{here} nodes are here"
+
+
+def await_first_nodes(now_s: float, view: View, here: int, settings: MembershipSettings) -> Decision | None:
+    """Whether a first World has to wait for more nodes than the `here` that have come; None if not."""
     if here < view.spec.min_nodes:
-        return _too_few(now_s, view, here, settings)
+        return too_few(now_s, view, here, settings)
     if here < view.places:
         pasts = [node.record.past for node in view.nodes.values() if node.record.past is not None]
         if pasts:
@@ -211,22 +182,16 @@ def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Deci
             return Decision(
                 Wait(until_s, True), f"{here} of {room} nodes are here; waiting a moment for more"
             )
-    if _any_past(view):
-        return _restore(view)
-    return _publish(
-        view,
-        _newcomers(view, ()),
-        0,
-        "all nodes are here" if here >= view.places else f"{here} nodes are here",
-    )
+    return None
 
 
-def _any_past(view: View) -> bool:
+def any_past(view: View) -> bool:
+    """Whether a node has run in a World that the store has no data of."""
     return any(node.record.past is not None for node in view.nodes.values())
 
 
-def _restore(view: View) -> Decision:
-    """A World out of what the agents remember, after the store lost its data."""
+def remembered(view: View) -> tuple[list[Node], int]:
+    """After the store lost its data: nodes of the last World in rank order, then others; restarts so far."""
     old: list[tuple[int, int, Node]] = []
     restart_count = 0
     for node_id, node in view.nodes.items():
@@ -235,12 +200,10 @@ def _restore(view: View) -> Decision:
             old.append((-past.generation, past.node_rank, node))
             restart_count = max(restart_count, past.restart_count)
     survivors = [node for _, _, node in sorted(old, key=lambda item: item[:2])]
-    nodes = survivors + _newcomers(view, survivors)
-    reason = "the store lost the job's data; its nodes have registered again"
-    return _publish(view, nodes, restart_count, reason)
+    return survivors + newcomers_of(view, survivors), restart_count
 
 
-def _too_few(now_s: float, view: View, here: int, settings: MembershipSettings) -> Decision:
+def too_few(now_s: float, view: View, here: int, settings: MembershipSettings) -> Decision:
     until_s = view.short_s + settings.join_timeout_s
     state = f"{here} of {view.spec.min_nodes} nodes are here"
     if now_s < until_s:
@@ -251,16 +214,18 @@ def _too_few(now_s: float, view: View, here: int, settings: MembershipSettings) 
 def _next_step(now_s: float, view: View, world: CurrentWorld, settings: MembershipSettings) -> Decision:
     if world.live and all(member.node_id in view.done for member in world.members):
         return Decision(Finish(True, None, 0), "all workers have finished")
-    holders = _holders(view)
+    holders = holders_of(view)
     accounted = {node.node_id for node in holders} | view.done
     missing = [member for member in world.members if member.node_id not in accounted]
     staying = [node for node in holders if node.node_id not in view.dismissed]
     if len(staying) > view.places:
-        return _dismiss(view, staying)
+        return dismiss(view, staying)
     if missing:
         return _reform(now_s, view, staying, missing, settings)
     if view.reports:
         return _failed(now_s, view, staying, settings)
+    if view.complaints:
+        return _suspected(now_s, view, world, staying, settings)
     if not world.live:
         if world.acked >= len(world.members):
             return Decision(GoLive(world.generation), f"all nodes are ready for World {world.generation}")
@@ -269,11 +234,11 @@ def _next_step(now_s: float, view: View, world: CurrentWorld, settings: Membersh
     return _welcome(now_s, view, staying, settings)
 
 
-def _dismiss(view: View, staying: list[Node]) -> Decision:
+def dismiss(view: View, staying: list[Node]) -> Decision:
     """More members than the job shall have: the youngest go."""
     by_age = sorted(staying, key=lambda node: node.create_revision)
     going = by_age[view.places :]
-    names = _names(node.record.name for node in going)
+    names = join_names(node.record.name for node in going)
     reason = f"the job is scaled to {view.places} of at most {view.spec.max_nodes} nodes; {names} must go"
     return Decision(Dismiss(tuple(node.node_id for node in going)), reason)
 
@@ -284,32 +249,34 @@ def _welcome(now_s: float, view: View, holders: list[Node], settings: Membership
     running = f"World {view.world.generation} runs on {len(view.world.members)} nodes"
     if len(view.nodes) - len(view.strangers) - len(view.dismissed) <= len(holders):
         return Decision(Wait(), running)
-    newcomers = _newcomers(view, holders)
+    newcomers = newcomers_of(view, holders)
+    if not newcomers:
+        return Decision(Wait(now_s + HELD_OFF_S / 10), f"{running}; others cannot reach all of them")
     full = len(holders) >= view.places
     if full or view.done:
         untold = tuple(node.node_id for node in newcomers if node.node_id not in view.told)
         if untold and full and view.spec.max_nodes == 1:
-            return _crowded(now_s, view, untold, settings)
+            return crowded(now_s, view, untold, settings)
         if untold:
-            why = _why_full(view) if full else "the job is about to finish"
+            why = why_full(view) if full else "the job is about to finish"
             return Decision(Tell(untold, refused=False), f"{why}; standing by")
         return Decision(Wait(), f"{running}; {len(newcomers)} stand by")
     until_s = view.newcomer_s + settings.join_settle_s
     if now_s < until_s and len(holders) + len(newcomers) < view.places:
         return Decision(Wait(until_s), f"{running}; more nodes are joining")
-    names = _names(node.record.name for node in newcomers)
+    names = join_names(node.record.name for node in newcomers)
     return _publish(view, holders + newcomers, view.world.restart_count, f"{names} joined")
 
 
-def _why_full(view: View) -> str:
+def why_full(view: View) -> str:
     if view.places < view.spec.max_nodes:
         return f"the job is scaled to {view.places} of at most {view.spec.max_nodes} nodes"
     return f"all {view.places} places are taken (another job wants another --job-id)"
 
 
-def _crowded(now_s: float, view: View, newcomers: tuple[str, ...], settings: MembershipSettings) -> Decision:
+def crowded(now_s: float, view: View, newcomers: tuple[str, ...], settings: MembershipSettings) -> Decision:
     """A job of one node has met another one: its successor, if the first is dead, else a second job."""
-    until_s = view.newcomer_s + 2 * settings.detect_timeout_s
+    until_s = view.newcomer_s + settings.crowded_s
     if now_s < until_s:
         return Decision(Wait(until_s), "another node wants the job's one place; is its holder alive?")
     why = "runs already on the one node that --nnodes 1 allows"
@@ -323,32 +290,85 @@ def _reform(
     """Members are gone: go on without them, unless they may only have lost their lease."""
     world = view.world
     assert world is not None
-    lost = [member.name for member in missing if member.node_id not in view.left]
-    if lost:
-        until_s = view.gap_s + settings.reregister_s
-        if len(lost) >= 2 and 2 * len(lost) > len(world.members):
-            until_s = max(until_s, view.first_loss_s + settings.reregister_s)
-        if now_s < until_s:
-            gone = f"the leases of {_names(lost)} have ended"
-            return Decision(Wait(until_s, True), f"{gone}; waiting for them to register again")
-    nodes = holders + _newcomers(view, holders)
+    waiting = await_return(now_s, view, world, holders, missing, settings)
+    if waiting is not None:
+        return waiting
+    nodes = holders + newcomers_of(view, holders)
     if len(nodes) < view.spec.min_nodes:
-        return _too_few(now_s, view, len(nodes), settings)
+        return too_few(now_s, view, len(nodes), settings)
     until_s = view.loss_s + settings.loss_settle_s
     if len(nodes) > len(holders) and len(nodes) < view.places:
         until_s = max(until_s, view.newcomer_s + settings.join_settle_s)
-    how = f"{_names(lost)} lost" if lost else f"{_names(member.name for member in missing)} left"
+    how = tell_missing(view, missing)
     if now_s < until_s:
         return Decision(Wait(until_s), how)
     refund = int(world.charged and not world.live)
     return _publish(view, nodes, world.restart_count - refund, how)
 
 
+def await_return(
+    now_s: float,
+    view: View,
+    world: CurrentWorld,
+    holders: list[Node],
+    missing: list[Member],
+    settings: MembershipSettings,
+) -> Decision | None:
+    """Whether it is not certain yet who is lost, and that is waited for; None if it is."""
+    lost = [member.name for member in missing if member.node_id not in view.left]
+    # Those that nobody hears are gone; the store's own troubles end leases only.
+    if any(member.node_id not in view.left | view.silent for member in missing):
+        until_s = view.gap_s + settings.reregister_s
+        if len(lost) >= 2 and 2 * len(lost) > len(world.members):
+            until_s = max(until_s, view.first_loss_s + settings.reregister_s)
+        if now_s < until_s:
+            gone = f"the leases of {join_names(lost)} have ended"
+            return Decision(Wait(until_s, True), f"{gone}; waiting for them to register again")
+    doubtful = [node.record.name for node in holders if node.node_id in view.silent]
+    if doubtful and any(member.node_id in view.silent for member in missing):
+        reason = f"{join_names(lost)} lost; making sure that {join_names(doubtful)} are not"
+        return Decision(Wait(), reason)
+    return None
+
+
+def tell_missing(view: View, missing: list[Member]) -> str:
+    """`n1, n2 lost` or `n3 left`"""
+    lost = [member.name for member in missing if member.node_id not in view.left]
+    if lost:
+        return f"{join_names(lost)} lost"
+    return f"{join_names(member.name for member in missing)} left"
+
+
+def _suspected(
+    now_s: float, view: View, world: CurrentWorld, staying: list[Node], settings: MembershipSettings
+) -> Decision:
+    """Workers' communication broke, and all nodes are here: meet again, at the second time without one."""
+    found = judge(now_s, view, world, settings)
+    if isinstance(found, Decision):
+        return found
+    nodes = [node for node in staying if node.node_id not in found.leave_out]
+    if len(nodes) < view.spec.min_nodes:
+        nodes = staying
+    return _publish(view, nodes, world.restart_count, found.reason, broken=found.broken)
+
+
+def judge(now_s: float, view: View, world: CurrentWorld, settings: MembershipSettings) -> Decision | Blame:
+    """Whom the complaints of workers leave out of the next World, or that more of them are waited for."""
+    until_s = min(
+        complaint.seen_s + (settings.silence_settle_s if complaint.silence else settings.complaints_settle_s)
+        for complaint in view.complaints
+    )
+    if now_s < until_s:
+        return Decision(Wait(until_s), "communication broke; waiting a moment for who else complains")
+    members = [member.node_id for member in world.members]
+    return blame(view.complaints, members, world.broken, view.silent | view.unheard, view.time_s)
+
+
 def _failed(now_s: float, view: View, holders: list[Node], settings: MembershipSettings) -> Decision:
     """A worker failed and nobody is missing (yet)."""
     world = view.world
     assert world is not None
-    nodes = holders + _newcomers(view, holders)
+    nodes = holders + newcomers_of(view, holders)
     real = [report for report in view.reports if not report.retry_free]
     if not real and world.free_retries < FREE_RETRIES:
         retries = world.free_retries + 1
@@ -358,7 +378,7 @@ def _failed(now_s: float, view: View, holders: list[Node], settings: MembershipS
     summary = first.failure.summary()
     if world.restart_count < view.spec.max_restarts:
         if len(nodes) < view.spec.min_nodes:
-            return _too_few(now_s, view, len(nodes), settings)
+            return too_few(now_s, view, len(nodes), settings)
         count = world.restart_count + 1
         reason = f"{summary}; restart {count} of {view.spec.max_restarts}"
         return _publish(view, nodes, count, reason, charged=True)
@@ -387,7 +407,7 @@ def _verdict(now_s: float, view: View, first: Report, here: int, settings: Membe
     return Decision(Wait(until_s), waiting)
 
 
-def _names(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     if len(ordered) <= 3:
         return ", ".join(ordered)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baguarun.contract import Failure, World
+from baguarun.elastic.membership.records import Process
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Stop the workers of every older generation, then call `Session.acknowledge(generation, port)`."""
+    """Stop the workers of every older generation, then call `Session.acknowledge(generation, port)`.
+
+    In place: have `workers` leave their World, and acknowledge when they are ready for the next one.
+    """
 
     generation: int
     reason: str
+    in_place: bool = False
+    polite: bool = False
+    """`WorldRecord.polite`"""
+    workers: tuple[Process, ...] = ()
+    """This node's workers in the new World; without any there is nothing to acknowledge."""
+    leaving: bool = False
+    """This node's workers leave at the boundary at which the others switch."""
+    net_secret: str = field(default="", repr=False)
+    """The job's, for workers to be started."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,15 @@ class Dismissed:
     reason: str
 
 
+@dataclass(frozen=True)
+class Invited:
+    """The job has room: start workers that wait to be taken in, and tell of those that are ready."""
+
+    generation: int
+    """Of the World that runs."""
+    net_secret: str = field(repr=False)
+
+
 MembershipEvent: TypeAlias = (
-    Prepare | Start | Finished | Waiting | StoreLost | StoreBack | Expelled | Dismissed
+    Prepare | Start | Finished | Waiting | StoreLost | StoreBack | Expelled | Dismissed | Invited
 )

@@ -10,6 +10,7 @@ from baguarun.elastic.membership.events import (
     Dismissed,
     Expelled,
     Finished,
+    Invited,
     MembershipEvent,
     Prepare,
     Start,
@@ -68,6 +69,8 @@ class Place:
             restart_count=self.record.restart_count,
             max_restarts=spec.max_restarts,
             net_secret=self.record.net_secret,
+            local_ranks=tuple(process.local_rank for process in self.row.workers),
+            in_place=self.record.in_place,
         )
 
 
@@ -83,6 +86,8 @@ class Follower:
         """Generation of the last `Start`."""
         self.asked: int | None = None
         """Generation for which the leader wants a sign of life."""
+        self.suspected: str | None = None
+        """What the leader wants to have written back, as a sign that this very node is alive."""
         self.finished = False
         self._spec = spec
         self._keys = JobKeys(spec.job_id)
@@ -140,8 +145,13 @@ class Follower:
         match word.order:
             case Order.REFUSED:
                 raise UsageError(word.text)
+            case Order.ANSWER:
+                self.suspected = word.text
             case Order.STAND_BY:
                 self.wait(word.text)
+            case Order.START_NEWCOMERS:
+                if self.place is None:
+                    self._emit(Invited(word.generation, word.net_secret))
             case Order.LEAVE:
                 if not self._dismissed:
                     self._dismissed = True
@@ -166,7 +176,17 @@ class Follower:
             return
         self.place = Place(record, row, value)
         self._waiting = ""
-        self._emit(Prepare(record.generation, record.reason))
+        self._emit(
+            Prepare(
+                record.generation,
+                record.reason,
+                in_place=record.in_place,
+                polite=record.polite,
+                workers=row.workers,
+                leaving=row.leaving,
+                net_secret=record.net_secret,
+            )
+        )
         self._start()
 
     def _start(self) -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from baguarun.errors import UsageError
 
+UNLIMITED_RESTARTS = 2**31 - 1
+"""`JobSpec.max_restarts` where only failing without progress ends a job."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOffer:
@@ -41,6 +44,8 @@ class JobSpec:
     """Digest of the command and of all settings that must agree; another digest is another job."""
     summary: str
     """The same for people, e.g. `train.py --lr 0.1 (nnodes 2, 4 workers each)`; shown when digests differ."""
+    in_place: bool = False
+    """Workers go on in the next World; else they are started anew with each."""
 
     def __post_init__(self) -> None:
         _check_key_part("job_id", self.job_id)

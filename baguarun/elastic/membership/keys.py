@@ -18,6 +18,11 @@
       ack/<g>/<id>       this node's older workers are gone (leased; counted, not watched)
       check/<g>/<id>     the answer to all/check/<g> (leased; counted, not watched)
       errors/<id>, done/<id>, leave/<id>      reports (watched by the leader)
+      suspect/<g>/<id>            whom that node's workers blame for broken communication } watched by
+      suspect/<g>/<id>/<other>    that node no longer hears its neighbour's agent (leased) } the leader
+      row/<id>/ask, alive/<id>    is the suspect alive? It writes the same text back (watched by the leader)
+      pace/<id>          how the steps of that node's workers go (leased; rewritten at most every 10 s;
+                         read by the agent of node 0 and for people)
       stop               ends the job; written by `stop` (watched by the leader, as `desired` is)
 
 and, for `baguarun jobs`, /baguarun/.jobs/<job>: every job that ever had a leader here (no job id of the
@@ -56,6 +61,9 @@ class JobKeys:
         self.errors = self.root + "errors/"
         self.dones = self.root + "done/"
         self.leaves = self.root + "leave/"
+        self.suspects = self.root + "suspect/"
+        self.alive = self.root + "alive/"
+        self.paces = self.root + "pace/"
         self.stop = self.root + "stop"
 
     def row(self, node_id: str, generation: int) -> str:
@@ -72,3 +80,11 @@ class JobKeys:
     def check(self, generation: int, node_id: str = "") -> str:
         """One node's sign of life; without a node, the prefix that is counted."""
         return f"{self.checks}{generation}/{node_id}"
+
+    def ask(self, node_id: str) -> str:
+        """The leader's question whether that node is alive."""
+        return f"{self.rows}{node_id}/ask"
+
+    def suspect(self, generation: int, node_id: str = "", silent: str = "") -> str:
+        """One node's complaint, about `silent` if its probes made it; without a node, the prefix of all."""
+        return f"{self.suspects}{generation}/{node_id}{'/' if silent else ''}{silent}"

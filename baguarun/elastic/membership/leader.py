@@ -10,30 +10,31 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baguarun.elastic.membership.decide import (
+from baguarun.elastic.membership.actions import (
     Check,
     Decision,
     Dismiss,
     Finish,
     GoLive,
+    Invite,
     Publish,
     Reset,
     Tell,
     Wait,
-    decide,
 )
+from baguarun.elastic.membership.decide import decide
+from baguarun.elastic.membership.decide_in_place import decide_in_place
+from baguarun.elastic.membership.examiner import Examiner
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.ledger import Ledger, Pulse
+from baguarun.elastic.membership.new_world import members_of, record_of, rows_of
 from baguarun.elastic.membership.records import (
     Happening,
     Live,
-    Member,
     Order,
     Outcome,
-    Row,
     Word,
-    WorldRecord,
     events_to_json,
     members_to_json,
     port_from_json,
@@ -41,7 +42,7 @@ from baguarun.elastic.membership.records import (
 )
 from baguarun.elastic.membership.settings import MembershipSettings
 from baguarun.elastic.membership.store import Compare, Delete, Put, Store, TxnResult, WatchRange
-from baguarun.elastic.membership.view import Node, View
+from baguarun.elastic.membership.view import View
 from baguarun.elastic.membership.waiting import within
 from baguarun.errors import StoreLostError
 
@@ -75,13 +76,21 @@ class Leader:
     """Leads until somebody else does. Threads: the session's loop."""
 
     def __init__(
-        self, store: Store, spec: JobSpec, settings: MembershipSettings, badge: Badge, pulse: Pulse
+        self,
+        store: Store,
+        spec: JobSpec,
+        settings: MembershipSettings,
+        badge: Badge,
+        pulse: Pulse,
+        examiner: Examiner | None = None,
     ) -> None:
+        """`examiner`: where nodes probe each other."""
         self._store = store
         self._spec = spec
         self._settings = settings
         self._badge = badge
         self._pulse = pulse
+        self._examiner = examiner
         self._keys = JobKeys(spec.job_id)
         self._wake = asyncio.Event()
         self._now = asyncio.get_running_loop().time
@@ -137,7 +146,8 @@ class Leader:
         keys = self._keys
         ranges = [WatchRange(keys.nodes, prefix=True)]
         ranges += [WatchRange(key, deletes=False) for key in (keys.stop, keys.desired)]
-        reports = (keys.errors, keys.dones, keys.leaves)
+        ranges.append(WatchRange(keys.suspects, prefix=True))
+        reports = (keys.errors, keys.dones, keys.leaves, keys.alive)
         ranges += [WatchRange(prefix, prefix=True, deletes=False) for prefix in reports]
         async for batch in self._store.watch(ranges, start_revision):
             now_s = self._now()
@@ -148,14 +158,16 @@ class Leader:
 
     async def _step(self, ledger: Ledger) -> None:
         self._wake.clear()
+        examine_s = await self._examine(ledger)
         now_s = self._looked_s = self._now()
         view = ledger.view(now_s, self._pulse.last_gap_s(now_s, self._settings))
-        decision = decide(now_s, view, self._settings)
+        decide_now = decide_in_place if self._spec.in_place else decide
+        decision = decide_now(now_s, view, self._settings)
         if decision.reason != self._reason:
             self._reason, self._reason_since_s = decision.reason, now_s
         action = decision.action
         if isinstance(action, Wait):
-            await self._wait(action, view, ledger)
+            await self._wait(action, view, ledger, examine_s)
             return
         log.info("%s: %s", self._spec.job_id, decision.reason)
         if isinstance(action, Publish):
@@ -170,16 +182,31 @@ class Leader:
             await self._tell(action, decision.reason, ledger)
         elif isinstance(action, Dismiss):
             await self._dismiss(action, decision.reason, ledger)
+        elif isinstance(action, Invite):
+            await self._invite(action, decision.reason, ledger)
         elif isinstance(action, Reset):
             await self._reset()
         else:
             await self._finish(action, decision, ledger)
 
+    async def _examine(self, ledger: Ledger) -> float | None:
+        """Hear those whom probes accuse; returns after how many seconds to look at them again."""
+        if self._examiner is None:
+            return None
+        again_s, expelled = await self._examiner.step(ledger, self._fenced)
+        for node_id in expelled:
+            reason = f"{ledger.name_of(node_id)} answers neither its neighbours nor the store"
+            log.warning("%s: %s", self._spec.job_id, reason)
+            await self._fenced([self._note(ledger, ledger.generation, reason)])
+        return again_s
+
     # -- waiting
 
-    async def _wait(self, wait: Wait, view: View, ledger: Ledger) -> None:
+    async def _wait(self, wait: Wait, view: View, ledger: Ledger, examine_s: float | None) -> None:
         now_s = self._now()
         times = [] if wait.until_s is None else [wait.until_s]
+        if examine_s is not None:
+            times.append(now_s + examine_s)
         counting = _is_counting(view)
         if counting:
             # At most a tenth is added to what has been waited already.
@@ -219,28 +246,23 @@ class Leader:
     async def _publish(self, action: Publish, reason: str, ledger: Ledger) -> None:
         keys = self._keys
         token = secrets.token_hex(4)
-        rows = _rows(action, token)
+        rows = rows_of(action, token)
         writes: list[Put | Delete] = []
         writes += [Put(keys.row(node_id, row.generation), row.to_json()) for node_id, row in rows.items()]
         gone = (node_id for node_id in ledger.gone if node_id not in rows)
         writes += [Delete(f"{keys.rows}{node_id}/", prefix=True) for node_id in gone]
         chunks = [writes[i : i + MAX_OPERATIONS] for i in range(0, len(writes), MAX_OPERATIONS)]
         await asyncio.gather(*(self._fenced(chunk) for chunk in chunks))
-        record = WorldRecord(
-            generation=action.generation,
-            token=token,
-            num_nodes=len(rows),
-            world_size=sum(row.slots for row in rows.values()),
-            master_addr=action.nodes[0].record.address,
-            restart_count=action.restart_count,
-            charged=action.charged,
-            free_retries=action.free_retries,
+        record = record_of(
+            action,
+            rows,
+            token,
             reason=reason,
             formed_s=time.time(),
             # The same for the whole job: workers that survive a change of the World keep theirs.
             net_secret=ledger.net_secret or secrets.token_hex(16),
         )
-        members = tuple(_member(node) for node in action.nodes)
+        members = members_of(action, rows)
         world_key = f"{keys.worlds}{record.generation}"
         operations: list[Put | Delete] = [
             Put(world_key, record.to_json()),
@@ -258,6 +280,7 @@ class Leader:
         keys = self._keys
         old = [f"{keys.worlds}{generation}", f"{keys.members}{generation}", keys.note]
         prefixes = [keys.lives, keys.asks, keys.acks, keys.checks, keys.errors, keys.dones, keys.leaves]
+        prefixes += [keys.suspects, keys.alive]
         return [Delete(key) for key in old] + [Delete(prefix, prefix=True) for prefix in prefixes]
 
     async def _go_live(self, action: GoLive, ledger: Ledger) -> None:
@@ -286,6 +309,18 @@ class Leader:
         await self._fenced([self._note(ledger, ledger.generation, reason)])
         await self._send_words(dict.fromkeys(action.node_ids, reason), Order.LEAVE)
 
+    async def _invite(self, action: Invite, reason: str, ledger: Ledger) -> None:
+        ledger.invited(action.node_ids)
+        word = Word(
+            text=reason,
+            order=Order.START_NEWCOMERS,
+            generation=ledger.generation,
+            net_secret=ledger.net_secret,
+        )
+        writes = [Put(self._keys.word(node_id), word.to_json()) for node_id in action.node_ids]
+        for i in range(0, len(writes), MAX_OPERATIONS):
+            await self._fenced(writes[i : i + MAX_OPERATIONS])
+
     async def _send_words(self, words: Mapping[str, str], order: Order) -> None:
         """`words` by node id."""
         writes = [
@@ -305,7 +340,7 @@ class Leader:
     async def _reset(self) -> None:
         keys = self._keys
         prefixes = [keys.worlds, keys.lives, keys.asks, keys.rows, keys.members, keys.acks, keys.checks]
-        prefixes += [keys.errors, keys.dones, keys.leaves]
+        prefixes += [keys.errors, keys.dones, keys.leaves, keys.suspects, keys.alive]
         operations: list[Put | Delete] = [Delete(prefix, prefix=True) for prefix in prefixes]
         operations += [Delete(key) for key in (keys.outcome, keys.note, keys.stop, keys.desired, keys.events)]
         await self._fenced([*operations, *self._introduction()])
@@ -348,27 +383,7 @@ def _is_counting(view: View) -> bool:
     return not world.live or world.checked is not None
 
 
-def _rows(action: Publish, token: str) -> dict[str, Row]:
-    rows: dict[str, Row] = {}
-    first_rank = 0
-    for node_rank, node in enumerate(action.nodes):
-        slots = node.record.slots
-        rows[node.node_id] = Row(
-            generation=action.generation,
-            token=token,
-            node_rank=node_rank,
-            first_rank=first_rank,
-            slots=slots,
-        )
-        first_rank += slots
-    return rows
-
-
 def _verb(outcome: Outcome) -> str:
     if outcome.stopped:
         return "stopped"
     return "succeeded" if outcome.success else "failed"
-
-
-def _member(node: Node) -> Member:
-    return Member(node.node_id, node.record.name, node.record.slots, node.create_revision)

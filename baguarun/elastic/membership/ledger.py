@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,6 +16,8 @@ from baguarun.elastic.membership.records import (
     NodeRecord,
     Order,
     StopRequest,
+    Suspicion,
+    Witness,
     Word,
     WorldRecord,
     desired_from_json,
@@ -26,6 +29,7 @@ from baguarun.elastic.membership.records import (
 )
 from baguarun.elastic.membership.settings import MembershipSettings
 from baguarun.elastic.membership.store import Change, Entry, Event, Snapshot
+from baguarun.elastic.membership.suspicion import Complaint
 from baguarun.elastic.membership.view import CurrentWorld, Node, Report, View
 
 
@@ -66,10 +70,17 @@ class Ledger:
         self._strangers: set[str] = set()
         self._told: set[str] = set()
         self._reports: dict[str, Report] = {}
+        self._complaints: dict[str, Complaint] = {}
+        """By what follows the generation in their keys."""
+        self._lost: set[str] = set()
+        self._unheard: set[str] = set()
+        self.alive: dict[str, str] = {}
+        """What suspects have written back, by node id."""
         self._done: set[str] = set()
         self._left: set[str] = set()
         self._gone: set[str] = set()
         self._dismissed: set[str] = set()
+        self._invited: set[str] = set()
         self._desired: int | None = None
         self._stop: StopRequest | None = None
         self._ended_revision: int | None = None
@@ -96,10 +107,15 @@ class Ledger:
             told=frozenset(self._told),
             world=self.world,
             reports=tuple(self._reports.values()),
+            time_s=time.time(),
+            complaints=tuple(c for c in self._complaints.values() if c.by is Witness.WORKER),
+            silent=self.accused | self._lost,
+            unheard=frozenset(self._unheard),
             done=frozenset(self._done),
             left=frozenset(self._left),
             desired=self._desired,
             dismissed=frozenset(self._dismissed),
+            invited=frozenset(self._invited),
             stop=self._stop,
             ended_revision=self._ended_revision,
             inherited=self._inherited,
@@ -117,6 +133,9 @@ class Ledger:
         self.world = _current(record, members, live=False, acked=0)
         self.net_secret = record.net_secret
         self._reports.clear()
+        self._complaints.clear()
+        self._lost.clear()
+        self._unheard.clear()
         self._done.clear()
         self._left.clear()
         self._gone.clear()
@@ -140,6 +159,9 @@ class Ledger:
     def dismissed(self, node_ids: Iterable[str]) -> None:
         self._dismissed.update(node_ids)
 
+    def invited(self, node_ids: Iterable[str]) -> None:
+        self._invited.update(node_ids)
+
     def ended(self, revision: int) -> None:
         self._ended_revision = revision
 
@@ -154,6 +176,39 @@ class Ledger:
         self._inherited = newest < leader.create_revision and all(
             node.create_revision >= leader.create_revision for node in self._nodes.values()
         )
+
+    @property
+    def accused(self) -> frozenset[str]:
+        """Registered members whom probes accuse."""
+        members = {member.node_id for member in self.world.members} if self.world else set()
+        probes = (c.blamed for c in self._complaints.values() if c.by is Witness.PROBE)
+        return frozenset(n for blamed in probes for n in blamed if n in members and n in self._nodes)
+
+    def accusers(self, node_id: str) -> tuple[str, ...]:
+        """Whose probes accuse that node."""
+        of = (c for c in self._complaints.values() if c.by is Witness.PROBE and node_id in c.blamed)
+        return tuple(sorted(complaint.node_id for complaint in of))
+
+    def node(self, node_id: str) -> Node:
+        """A registered node."""
+        return self._nodes[node_id]
+
+    def name_of(self, node_id: str) -> str:
+        """What people call a member; it may have gone."""
+        members = self.world.members if self.world else ()
+        return next((member.name for member in members if member.node_id == node_id), node_id)
+
+    def acquitted(self, node_id: str, *, unheard: bool = False) -> None:
+        """Probes' complaints about that node are void: it has answered, if only through the store."""
+        if unheard:
+            self._unheard.add(node_id)
+        for accuser in self.accusers(node_id):
+            del self._complaints[f"{accuser}/{node_id}"]
+
+    def expelled(self, node_id: str) -> None:
+        """That node is lost for sure; its registration goes."""
+        self.acquitted(node_id)
+        self._lost.add(node_id)
 
     @property
     def generation(self) -> int:
@@ -176,9 +231,11 @@ class Ledger:
     # -- what the store said
 
     def apply(self, event: Event, now_s: float) -> None:
-        """Take in one change of `nodes/`, `errors/`, `done/`, `leave/`, `stop` or `desired`."""
+        """Take in one change of `nodes/`, `suspect/` or the reports, `stop` or `desired`."""
         key = event.entry.key
-        if not key.startswith(self._keys.nodes):
+        if key.startswith(self._keys.suspects):
+            self._read_suspicion(event.entry, now_s, gone=event.change is Change.DELETE)
+        elif not key.startswith(self._keys.nodes):
             if event.change is Change.PUT:
                 self._read(event.entry, now_s)
         elif event.change is Change.PUT:
@@ -194,7 +251,11 @@ class Ledger:
             self._newcomer_s = now_s
             self._left.discard(node_id)
             self._gone.discard(node_id)
+        elif not set(known.record.state.workers).issuperset(record.state.workers):
+            self._newcomer_s = now_s
         self._nodes[node_id] = Node(node_id, entry.create_revision, record)
+        if record.state.failure is not None:
+            self._note_failure(node_id, record.state.failure, entry.mod_revision, now_s)
         if record.digest != self.spec.digest:
             self._strangers.add(node_id)
         else:
@@ -208,6 +269,7 @@ class Ledger:
         self._strangers.discard(node_id)
         self._told.discard(node_id)
         self._dismissed.discard(node_id)
+        self._invited.discard(node_id)
         self._gone.add(node_id)
         if not self._anyone_missing(but=node_id):
             self._first_loss_s = now_s
@@ -226,13 +288,32 @@ class Ledger:
                 self._done.add(key.removeprefix(keys.dones))
         elif key.startswith(keys.leaves):
             self._left.add(key.removeprefix(keys.leaves))
+        elif key.startswith(keys.suspects):
+            self._read_suspicion(entry, now_s)
+        elif key.startswith(keys.alive):
+            self.alive[key.removeprefix(keys.alive)] = entry.value.decode()
         elif key == keys.stop:
             self._stop = StopRequest.from_json(entry.value)
         elif key == keys.desired:
             self._desired = desired_from_json(entry.value)
 
+    def _read_suspicion(self, entry: Entry, now_s: float, *, gone: bool = False) -> None:
+        generation, _, who = entry.key.removeprefix(self._keys.suspects).partition("/")
+        if self.world is None or int(generation) != self.world.generation:
+            return
+        if gone:
+            self._complaints.pop(who, None)
+            return
+        found = Suspicion.from_json(entry.value)
+        seen_s = self._complaints[who].seen_s if who in self._complaints else now_s
+        self._complaints[who] = Complaint(
+            who.split("/")[0], found.blamed, found.by, found.reason, seen_s, found.silence
+        )
+
     def _read_error(self, node_id: str, entry: Entry, now_s: float) -> None:
-        report = FailureReport.from_json(entry.value)
+        self._note_failure(node_id, FailureReport.from_json(entry.value), entry.mod_revision, now_s)
+
+    def _note_failure(self, node_id: str, report: FailureReport, revision: int, now_s: float) -> None:
         world = self.world
         if world is None or report.failure.generation != world.generation:
             return
@@ -241,9 +322,7 @@ class Ledger:
         known = self._reports.get(node_id)
         if known is None or known.retry_free:
             seen_s = known.seen_s if known else now_s
-            self._reports[node_id] = Report(
-                node_id, report.failure, report.retry_free, entry.mod_revision, seen_s
-            )
+            self._reports[node_id] = Report(node_id, report.failure, report.retry_free, revision, seen_s)
 
     def _load(self, snapshot: Snapshot, now_s: float) -> None:
         keys = self._keys
@@ -280,6 +359,8 @@ class Ledger:
         row = parse_row(value)
         if isinstance(row, Word) and row.order is Order.LEAVE:
             self._dismissed.add(node_id)
+        elif isinstance(row, Word) and row.order is Order.START_NEWCOMERS:
+            self._invited.add(node_id)
 
 
 def _current(record: WorldRecord, members: tuple[Member, ...], *, live: bool, acked: int) -> CurrentWorld:
@@ -293,4 +374,8 @@ def _current(record: WorldRecord, members: tuple[Member, ...], *, live: bool, ac
         restart_count=record.restart_count,
         charged=record.charged,
         free_retries=record.free_retries,
+        in_place=record.in_place,
+        polite=record.polite,
+        streak=record.streak,
+        broken=record.broken,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from baguarun.contract import Failure
 from baguarun.elastic.membership.job import JobSpec, NodeOffer
+from baguarun.elastic.membership.streak import Streak
 
 
 def _dump(value: Any) -> bytes:
@@ -27,6 +28,45 @@ class Past:
     num_nodes: int
     restart_count: int
     net_secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, order=True)
+class Process:
+    """One worker process of a node, told from any other that has the same local rank."""
+
+    local_rank: int
+    generation: int
+    """Of the World that it was started for; 0 for a newcomer, which is started for none."""
+    number: int = 0
+    """Counts the newcomers of one agent, from 1."""
+
+
+def _processes(fields: Sequence[Sequence[int]]) -> tuple[Process, ...]:
+    return tuple(Process(*process) for process in fields)
+
+
+def _numbers(processes: Sequence[Process]) -> list[list[int]]:
+    return [[process.local_rank, process.generation, process.number] for process in processes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPlaceState:
+    """What an agent tells of its workers where they are resized in place; the rest of the node's record."""
+
+    workers: tuple[Process, ...] = ()
+    """Alive and in `baguarun.elastic.run`: all that a World in place may consist of; at most `slots`."""
+    waiting: tuple[Process, ...] = ()
+    """Those of `workers` that have been in no World yet."""
+    lost: tuple[Process, ...] = ()
+    """Workers of the newest World that have failed."""
+    failure: FailureReport | None = None
+    """The first failure in that World. Said here, not under `errors/`: both must be seen at one moment."""
+    steps: int = 0
+    """Committed steps that this agent knows of."""
+    stepped: int = 0
+    """Newest generation in which a step was committed, as far as this agent knows."""
+    leaving: bool = False
+    """The node goes as soon as there is a World without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +87,27 @@ class NodeRecord:
     seen: int
     """Newest generation this agent has seen; the next one is above it, even if the store lost its data."""
     past: Past | None
+    probe_port: int = 0
+    """UDP port at which the node answers probes; 0: it does not."""
+    probe_key: str = field(default="", repr=False)
+    """What those know who may probe it."""
+    state: InPlaceState = field(default_factory=InPlaceState)
+    """Rewritten while the registration lasts."""
 
     @classmethod
-    def of(cls, offer: NodeOffer, spec: JobSpec, token: str, seen: int, past: Past | None) -> NodeRecord:
+    def of(
+        cls,
+        offer: NodeOffer,
+        spec: JobSpec,
+        token: str,
+        seen: int,
+        past: Past | None,
+        state: InPlaceState,
+        probe: tuple[int, str] = (0, ""),
+    ) -> NodeRecord:
         return cls(
+            probe_port=probe[0],
+            probe_key=probe[1],
             name=offer.name,
             address=offer.address,
             slots=offer.slots,
@@ -61,17 +118,30 @@ class NodeRecord:
             registered_s=time.time(),
             seen=seen,
             past=past,
+            state=state,
         )
 
     def to_json(self) -> bytes:
-        return _dump(asdict(self))
+        state = {
+            **vars(self.state),
+            "workers": _numbers(self.state.workers),
+            "waiting": _numbers(self.state.waiting),
+            "lost": _numbers(self.state.lost),
+            "failure": self.state.failure and self.state.failure.to_json().decode(),
+        }
+        return _dump({**asdict(self), "state": state})
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeRecord:
         fields = json.loads(data)
         if fields["past"] is not None:
             fields["past"] = Past(**fields["past"])
-        return cls(**fields)
+        state = fields["state"]
+        for name in ("workers", "waiting", "lost"):
+            state[name] = _processes(state[name])
+        if state["failure"] is not None:
+            state["failure"] = FailureReport.from_json(state["failure"])
+        return cls(**{**fields, "state": InPlaceState(**state)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +164,23 @@ class WorldRecord:
     """Unix time at which it was published, by the leader's clock; for people only."""
     net_secret: str = field(repr=False)
     """`World.net_secret`: made by the job's first leader, handed on from World to World."""
+    in_place: bool = False
+    """`World.in_place`"""
+    polite: bool = False
+    """Nobody of the World before is lost: its workers go on to a step boundary that they agree on."""
+    streak: Streak = field(default_factory=Streak)
+    broken: tuple[BrokenLink, ...] = ()
+    """Links that broke lately, in this job; handed on, too."""
 
     def to_json(self) -> bytes:
-        return _dump(vars(self))
+        return _dump(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> WorldRecord:
-        return cls(**json.loads(data))
+        fields = json.loads(data)
+        fields["streak"] = Streak.of(fields["streak"])
+        fields["broken"] = tuple(BrokenLink(**link) for link in fields["broken"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +192,14 @@ class Row:
     node_rank: int
     first_rank: int
     slots: int
+    """Workers of this node in that World."""
+    workers: tuple[Process, ...] = ()
+    """Where workers are resized in place: who they are, in the order of their ranks."""
+    leaving: bool = False
+    """The node's workers leave at the boundary at which the others switch."""
 
     def to_json(self) -> bytes:
-        return _dump(vars(self))
+        return _dump({**vars(self), "workers": _numbers(self.workers)})
 
 
 class Order(enum.Enum):
@@ -123,8 +208,12 @@ class Order(enum.Enum):
     STAND_BY = "stand by"
     LEAVE = "leave"
     """Its place is not wanted any more: a polite leave."""
+    START_NEWCOMERS = "start newcomers"
+    """There is room: start workers that wait to be taken in."""
     REFUSED = "refused"
     """It does not belong here."""
+    ANSWER = "answer"
+    """It is suspected to be dead: it is to write the text back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,16 +222,20 @@ class Word:
 
     text: str
     order: Order
+    generation: int = 0
+    """Of the World that runs."""
+    net_secret: str = field(default="", repr=False)
+    """Of the job, for workers that are started before their node has a place."""
 
     def to_json(self) -> bytes:
-        return _dump({"text": self.text, "order": self.order.value})
+        return _dump({**vars(self), "order": self.order.value})
 
 
 def parse_row(data: bytes) -> Row | Word:
     fields = json.loads(data)
     if "text" in fields:
-        return Word(text=fields["text"], order=Order(fields["order"]))
-    return Row(**fields)
+        return Word(**{**fields, "order": Order(fields["order"])})
+    return Row(**{**fields, "workers": _processes(fields["workers"])})
 
 
 @dataclass(frozen=True)
@@ -152,16 +245,22 @@ class Member:
     node_id: str
     name: str
     slots: int
+    """Its workers in that World."""
     create_revision: int
     """Of the registration that was taken in; a later one under the same id is a newcomer."""
+    workers: tuple[Process, ...] = ()
+    """`Row.workers`"""
 
 
 def members_to_json(members: Sequence[Member]) -> bytes:
-    return _dump([[m.node_id, m.name, m.slots, m.create_revision] for m in members])
+    return _dump([[m.node_id, m.name, m.slots, m.create_revision, _numbers(m.workers)] for m in members])
 
 
 def members_from_json(data: bytes) -> tuple[Member, ...]:
-    return tuple(Member(*fields) for fields in json.loads(data))
+    return tuple(
+        Member(node_id, name, slots, create_revision, _processes(workers))
+        for node_id, name, slots, create_revision, workers in json.loads(data)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +274,52 @@ class FailureReport:
         return _dump({"failure": asdict(self.failure), "retry_free": self.retry_free})
 
     @classmethod
-    def from_json(cls, data: bytes) -> FailureReport:
+    def from_json(cls, data: bytes | str) -> FailureReport:
         fields = json.loads(data)
         return cls(failure=Failure(**fields["failure"]), retry_free=fields["retry_free"])
+
+
+class Witness(enum.Enum):
+    """Who noticed that something is wrong."""
+
+    PROBE = "probe"
+    """An agent, which no longer hears its neighbour's."""
+    WORKER = "worker"
+    """A worker, whose communication broke."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """`suspect/<g>/<id>` (a worker's) and `suspect/<g>/<id>/<blamed>` (a probe's)."""
+
+    blamed: tuple[str, ...]
+    """Node ids; empty where the transport names nobody."""
+    by: Witness
+    reason: str
+    silence: bool = False
+    """A worker's: nothing was heard from whom it blames, rather than that a connection broke."""
+
+    def to_json(self) -> bytes:
+        fields = {"blamed": self.blamed, "by": self.by.value, "reason": self.reason}
+        return _dump({**fields, "silence": self.silence})
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Suspicion:
+        fields = json.loads(data)
+        fields |= {"blamed": tuple(fields["blamed"]), "by": Witness(fields["by"])}
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class BrokenLink:
+    """Two nodes between which the workers' communication broke while both were members."""
+
+    first: str
+    second: str
+    time_s: float
+    """When, in Unix time by the leader's clock."""
+    held_off_s: float = 60.0
+    """So long one end stays out where the other is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from baguarun.elastic.membership.records import (
     spec_from_json,
 )
 from baguarun.elastic.membership.store import Entry, Snapshot, Store
+from baguarun.elastic.membership.stragglers import Pace, paces_from_json
 
 
 class JobState(enum.Enum):
@@ -60,6 +61,10 @@ class NodeState(enum.Enum):
     """All its workers exited with 0."""
     FAILED = "failed"
     """One of its workers failed; the job is about to start again or to end."""
+    IDLE = "idle"
+    """In place: its workers are being replaced."""
+    STARTING = "starting"
+    """In place: it has no place yet, and starts the workers that are to join."""
     LEAVING = "leaving"
     """Asked to go: the job was scaled down."""
     LEFT = "left"
@@ -117,6 +122,8 @@ class JobReport:
     note: str
     """Why nothing happens at the moment, if somebody waits."""
     events: tuple[Happening, ...]
+    paces: tuple[Pace, ...] = ()
+    """In place: of the newest World's workers, by rank; one that has done no step there has none."""
 
 
 async def read_job(store: Store, job_id: str) -> JobReport | None:
@@ -157,7 +164,16 @@ def report(job_id: str, snapshot: Snapshot) -> JobReport | None:
         nodes=(*nodes.members(by_key), *nodes.others()),
         note=shared.note,
         events=events_from_json(by_key[keys.events].value) if keys.events in by_key else (),
+        paces=_paces(keys, snapshot.entries, shared.world),
     )
+
+
+def _paces(keys: JobKeys, entries: Iterable[Entry], world: WorldRecord | None) -> tuple[Pace, ...]:
+    all_paces = [
+        pace for entry in entries if entry.key.startswith(keys.paces) for pace in paces_from_json(entry.value)
+    ]
+    newest = [pace for pace in all_paces if world is not None and pace.generation == world.generation]
+    return tuple(sorted(newest, key=lambda pace: pace.rank))
 
 
 class _Shared:
@@ -230,7 +246,7 @@ class _Nodes:
             self.registered[node_id] = (NodeRecord.from_json(entry.value), entry.create_revision)
         elif key.startswith(keys.rows):
             row = parse_row(entry.value)
-            if isinstance(row, Word):
+            if isinstance(row, Word) and row.order is not Order.ANSWER:
                 self._orders[key.split("/")[-2]] = row.order
         elif key == keys.ack(self._generation, node_id):
             self._acked.add(node_id)
@@ -256,7 +272,7 @@ class _Nodes:
                     node_id=member.node_id,
                     name=member.name,
                     slots=member.slots,
-                    state=self._state(member.node_id) if record else self._state_of_missing(member.node_id),
+                    state=self._state(member, record) if record else self._state_of_missing(member.node_id),
                     leads=record is not None and record.token == self._shared.leader_token,
                     node_rank=node_rank,
                     first_rank=first_rank,
@@ -273,6 +289,7 @@ class _Nodes:
             Order.LEAVE: NodeState.LEAVING,
             Order.REFUSED: NodeState.REFUSED,
             Order.STAND_BY: NodeState.STANDBY,
+            Order.START_NEWCOMERS: NodeState.STARTING,
         }
         return [
             NodeReport(
@@ -296,13 +313,16 @@ class _Nodes:
         kept = record.past is not None and record.past.token == self._shared.world.token
         return record if kept or create_revision == member.create_revision else None
 
-    def _state(self, node_id: str) -> NodeState:
-        if self._orders.get(node_id) is Order.LEAVE:
+    def _state(self, member: Member, record: NodeRecord) -> NodeState:
+        node_id, lost = member.node_id, record.state.lost
+        if self._orders.get(node_id) is Order.LEAVE or record.state.leaving:
             return NodeState.LEAVING
         if node_id in self._done:
             return NodeState.DONE
-        if node_id in self._failed:
+        if node_id in self._failed or set(lost).intersection(member.workers):
             return NodeState.FAILED
+        if not member.slots:
+            return NodeState.IDLE
         if self._shared.live:
             return NodeState.RUNNING
         return NodeState.READY if node_id in self._acked else NodeState.PREPARING

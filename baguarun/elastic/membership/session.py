@@ -7,22 +7,30 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
 from baguarun.contract import Failure
 from baguarun.elastic.membership.events import MembershipEvent, StoreBack, StoreLost
+from baguarun.elastic.membership.examiner import Examiner
 from baguarun.elastic.membership.follower import Follower, Place
 from baguarun.elastic.membership.job import JobSpec, NodeOffer
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.leader import Badge, Leader
 from baguarun.elastic.membership.ledger import Pulse
+from baguarun.elastic.membership.lookout import Identity, Lookout
+from baguarun.elastic.membership.probe import Probing
 from baguarun.elastic.membership.records import (
     FailureReport,
+    InPlaceState,
     NodeRecord,
     Past,
+    Suspicion,
+    Witness,
     generation_to_json,
+    members_from_json,
     port_to_json,
 )
 from baguarun.elastic.membership.settings import MembershipSettings
@@ -36,6 +44,7 @@ from baguarun.elastic.membership.store import (
     TxnResult,
     WatchRange,
 )
+from baguarun.elastic.membership.stragglers import Pace, paces_from_json, paces_to_json
 from baguarun.elastic.membership.waiting import first_of, within
 from baguarun.errors import RejoinError, StoreLostError, UsageError
 
@@ -52,7 +61,15 @@ _REVOKE_S = 1.0
 class Session:
     """One node's membership. Threads: one asyncio loop, the store's."""
 
-    def __init__(self, store: Store, spec: JobSpec, offer: NodeOffer, settings: MembershipSettings) -> None:
+    def __init__(
+        self,
+        store: Store,
+        spec: JobSpec,
+        offer: NodeOffer,
+        settings: MembershipSettings,
+        prober: Probing | None = None,
+    ) -> None:
+        """`prober`: where neighbours ask each other for signs of life; the session stops it at its end."""
         self._store = store
         self._spec = spec
         self._offer = offer
@@ -62,12 +79,19 @@ class Session:
         self._row_prefix = f"{self._keys.rows}{offer.node_id}/"
         self._queue: asyncio.Queue[MembershipEvent | None] = asyncio.Queue()
         self._follower = Follower(spec, offer.node_id, self._queue.put_nowait)
+        self._prober = prober
+        self._lookout = Lookout(store, self._keys, settings, prober) if prober is not None else None
         self._lease = 0
         self._token = ""
+        self._state = InPlaceState()
+        self._record: NodeRecord | None = None
         self._pulse = Pulse(0.0)
         self._check_lease = asyncio.Event()
         self._vacant = asyncio.Event()
         self._occupied = asyncio.Event()
+        self._promoted = asyncio.Event()
+        """We have taken the leader key from a leader that is silent."""
+        self._farewell = False
         self._leading = False
         self._joined_as_leader = False
         self._leader: Leader | None = None
@@ -91,6 +115,8 @@ class Session:
             try:
                 await self._depart()
             finally:
+                if self._prober is not None:
+                    self._prober.stop()
                 self._queue.put_nowait(None)
 
     @property
@@ -120,6 +146,38 @@ class Session:
         report = FailureReport(failure=failure, retry_free=retry_free)
         await self._report(self._keys.errors + self._offer.node_id, report.to_json())
 
+    async def report_state(self, state: InPlaceState) -> None:
+        """In place: what has become of our workers. Returns when it is stored; calls must not overlap."""
+        self._state = state
+        while not self._ended.is_set():
+            if self._lease and self._record is not None:
+                record = replace(self._record, state=state)
+                here = Compare(self._node_key, exists=True)
+                write = Put(self._node_key, record.to_json(), self._lease)
+                try:
+                    if (await self._store.transact([here], [write])).succeeded:
+                        return
+                except StoreLostError as error:
+                    log.warning("node %s: not reported yet: %s", self._offer.name, error)
+                except RejoinError:
+                    self._check_lease.set()
+            # The record of the next registration says it, if ours is gone.
+            await asyncio.sleep(self._settings.retry_s)
+
+    async def report_paces(self, paces: Sequence[Pace]) -> None:
+        """In place: how our workers' steps go. Given up at once when the store cannot be reached."""
+        if self._lease and paces:
+            with contextlib.suppress(StoreLostError, RejoinError):
+                key = self._keys.paces + self._offer.node_id
+                await self._store.put(key, paces_to_json(paces), self._lease)
+
+    async def read_paces(self) -> tuple[Pace, ...]:
+        """Of all nodes; empty when the store cannot be reached."""
+        with contextlib.suppress(StoreLostError):
+            found = await self._store.list(self._keys.paces)
+            return tuple(pace for entry in found.entries for pace in paces_from_json(entry.value))
+        return ()
+
     async def report_done(self, generation: int) -> None:
         """All local workers of that generation exited 0. Returns when it is stored."""
         place = self._follower.place
@@ -135,6 +193,7 @@ class Session:
                 Put(self._keys.leaves + self._offer.node_id, reason.encode()),
             ]
             here = Compare(self._node_key, exists=True)
+            self._farewell = True
             try:
                 await within(_FAREWELL_S, self._store.transact([here], farewell))
             except (StoreLostError, asyncio.TimeoutError) as error:
@@ -150,6 +209,32 @@ class Session:
             return False
         return True
 
+    async def report_suspicion(
+        self, generation: int, rank: int | None, reason: str, *, silence: bool
+    ) -> None:
+        """A worker's communication broke and no news of the membership came; `rank` is whom it blames.
+
+        `silence`: it heard nothing from there, rather than that the connection broke. Returns when it is
+        stored. The leader decides what becomes of it.
+        """
+        place = self._follower.place
+        if place is None or place.generation != generation:
+            return
+        blamed: list[str] = []
+        entry = await self._patiently(lambda: self._store.get(f"{self._keys.members}{generation}"))
+        first_rank = 0
+        for member in members_from_json(entry.value) if entry is not None else ():
+            if rank is not None and first_rank <= rank < first_rank + member.slots:
+                blamed.append(member.node_id)
+            first_rank += member.slots
+        suspicion = Suspicion(blamed=tuple(blamed), by=Witness.WORKER, reason=reason, silence=silence)
+        await self._report(self._keys.suspect(generation, self._offer.node_id), suspicion.to_json())
+
+    def _expel(self, reason: str) -> None:
+        # Who comes back without a place has no workers any more, whenever the launcher gets to it.
+        self._state = InPlaceState(steps=self._state.steps, stepped=self._state.stepped)
+        self._follower.expel(reason)
+
     # -- belonging: register, stay, register again
 
     async def _belong(self) -> None:
@@ -160,7 +245,8 @@ class Session:
                 if again:
                     revision = await self._catch_up()
                 if not self._follower.finished:
-                    await first_of(self._keep_lease(), self._follow(revision + 1), self._lead())
+                    work = (self._keep_lease(), self._follow(revision + 1), self._lead(), self._look_out())
+                    await first_of(*work)
                 return
             except RejoinError as error:
                 log.warning("node %s: %s; registering again", self._offer.name, error)
@@ -197,7 +283,7 @@ class Session:
                 newest = None
                 worlds = await self._patiently(lambda: self._store.list(self._keys.worlds))
                 if worlds.entries:
-                    self._follower.expel("the other nodes went on without this one while its lease was gone")
+                    self._expel("the other nodes went on without this one while its lease was gone")
                     place = None
 
     async def _try_to_join(self, past: Past | None, newest: Place | None) -> TxnResult:
@@ -205,7 +291,10 @@ class Session:
         compares = [Compare(self._node_key, exists=False)]
         if newest is not None:
             compares.append(Compare(f"{self._keys.worlds}{newest.generation}", value=newest.world_value))
-        record = NodeRecord.of(self._offer, self._spec, self._token, self._follower.seen, past)
+        probe = (self._prober.port, self._prober.key) if self._prober is not None else (0, "")
+        seen = self._follower.seen
+        record = NodeRecord.of(self._offer, self._spec, self._token, seen, past, self._state, probe)
+        self._record = record
         operations: list[Operation] = [
             Put(self._node_key, record.to_json(), self._lease),
             PutIfAbsent(self._keys.leader, self._token.encode(), self._lease),
@@ -216,7 +305,7 @@ class Session:
         """Somebody is registered under our id: an earlier life of ours, whose lease ends, or a double."""
         now_s = asyncio.get_running_loop().time()
         since_s = now_s if since_s is None else since_s
-        if now_s - since_s > 3 * self._settings.detect_timeout_s:
+        if now_s - since_s > self._settings.same_id_s:
             raise UsageError(
                 f"node id {self._offer.node_id!r}: another living agent of job {self._spec.job_id!r} has it; "
                 "want one agent per id, stop the other one or choose another job id"
@@ -256,27 +345,39 @@ class Session:
 
     async def _follow(self, start_revision: int) -> None:
         ranges = [WatchRange(self._keys.all, prefix=True), WatchRange(self._row_prefix, True, False)]
+        if self._prober is not None:
+            ranges.append(WatchRange(self._node_key))
         async for batch in self._store.watch(ranges, start_revision):
             if batch.resynced:
                 await self._catch_up()
             for event in batch.events:
                 if event.entry.key == self._keys.leader:
                     self._note_leader(event.change is Change.PUT)
+                elif event.entry.key == self._node_key:
+                    self._note_registration(event.change)
                 elif event.change is Change.PUT:
                     self._follower.read(event.entry)
             await self._answer()
             if self._follower.finished:
                 return
 
+    def _note_registration(self, change: Change) -> None:
+        if change is Change.DELETE and not self._farewell:
+            raise RejoinError("the others took this node for lost: it did not answer them")
+
     async def _answer(self) -> None:
         """What the events just read ask of us."""
         follower = self._follower
+        text, follower.suspected = follower.suspected, None
+        if text is not None:
+            key = self._keys.alive + self._offer.node_id
+            await self._patiently(lambda: self._store.put(key, text.encode(), self._lease))
         if follower.unplaced:
             rows = await self._patiently(lambda: self._store.list(self._row_prefix))
             for entry in rows.entries:
                 follower.read(entry)
             if follower.unplaced:
-                follower.expel(f"World {follower.seen} was formed without this node")
+                self._expel(f"World {follower.seen} was formed without this node")
         generation, follower.asked = follower.asked, None
         if generation is not None and follower.place is not None and follower.place.generation == generation:
             key = self._keys.check(generation, self._offer.node_id)
@@ -300,23 +401,47 @@ class Session:
         """Lead whenever the leader key is ours; take it when it is free."""
         while True:
             if not self._leading:
-                await self._vacant.wait()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await within(self._stagger_s(), self._occupied.wait())
-                    continue
+                await first_of(self._vacant.wait(), self._promoted.wait())
+                if not self._promoted.is_set():
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await within(self._stagger_s(), self._occupied.wait())
+                        continue
+                self._promoted.clear()
                 self._leading = await self._patiently(self._stand)
                 self._joined_as_leader = False
                 if not self._leading:
+                    if self._lookout is not None:
+                        self._lookout.replaced.clear()
                     # Somebody was faster; the event that says so is on its way.
                     await asyncio.sleep(self._settings.retry_s)
                     continue
             badge = Badge(self._offer.node_id, self._token, self._joined_as_leader)
-            self._leader = Leader(self._store, self._spec, self._settings, badge, self._pulse)
+            examiner = self._examiner()
+            self._leader = Leader(self._store, self._spec, self._settings, badge, self._pulse, examiner)
             try:
                 await self._leader.run()
             finally:
+                if examiner is not None:
+                    examiner.stop()
                 self._leader = None
                 self._leading = False
+
+    def _examiner(self) -> Examiner | None:
+        if self._prober is None or self._lookout is None:
+            return None
+        asked, self._lookout.replaced = self._lookout.replaced, {}
+        return Examiner(self._keys, self._offer.node_id, self._settings, self._prober, asked)
+
+    async def _look_out(self) -> None:
+        """Watch over our neighbours, where they can be asked."""
+        if self._lookout is None:
+            await self._ended.wait()
+            return
+        me = Identity(self._offer.node_id, self._token, self._lease)
+        self._lookout.stop()
+        while True:
+            await self._lookout.run(lambda: self._follower.place, me)
+            self._promoted.set()
 
     async def _stand(self) -> bool:
         compares = [Compare(self._keys.leader, exists=False), Compare(self._node_key, exists=True)]

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 from baguarun.errors import UsageError
 
-MIN_DETECT_TIMEOUT_S = 2.0
+MIN_DETECT_TIMEOUT_S = 0.5
+"""Below that, a busy machine's hiccups could not be told from its death."""
+MIN_LEASE_S = 2
 """etcd grants no lease below 2 s with its own default election timeout."""
+PROBING_BELOW_S = 4.0
+"""A lease of 2 s may take 3 s to be seen to have ended, and twice that after etcd changed its leader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +28,20 @@ class MembershipSettings:
         if not self.detect_timeout_s >= MIN_DETECT_TIMEOUT_S:
             raise UsageError(
                 f"detect_timeout_s={self.detect_timeout_s:g}: want at least {MIN_DETECT_TIMEOUT_S:g} s; "
-                "etcd does not grant shorter leases, use --detect-timeout 2 or more"
+                "a busy machine may be silent for as long, use --detect-timeout 0.5 or more"
             )
         if not self.join_timeout_s > 0:
             raise UsageError(f"join_timeout_s={self.join_timeout_s:g}: want more than 0 s")
 
     @property
     def lease_ttl_s(self) -> int:
-        """Lease of a node: a whole number of seconds, never longer than the detection budget."""
-        return math.floor(self.detect_timeout_s)
+        """Lease of a node: whole seconds, within the detection budget where etcd grants leases that short."""
+        return max(MIN_LEASE_S, math.floor(self.detect_timeout_s))
+
+    @property
+    def _by_lease_s(self) -> float:
+        """The detection budget as far as leases can keep it: what waits for one to end goes by this."""
+        return max(float(MIN_LEASE_S), self.detect_timeout_s)
 
     @property
     def keepalive_interval_s(self) -> float:
@@ -47,12 +56,12 @@ class MembershipSettings:
     @property
     def first_settle_s(self) -> float:
         """Quiet time without a newcomer before a first World below `max_nodes` is formed."""
-        return 0.2 * self.detect_timeout_s
+        return 0.2 * self._by_lease_s
 
     @property
     def join_settle_s(self) -> float:
         """Quiet time before a running job takes newcomers in: nodes that start together come in together."""
-        return 0.06 * self.detect_timeout_s
+        return 0.06 * self._by_lease_s
 
     @property
     def loss_settle_s(self) -> float:
@@ -62,7 +71,17 @@ class MembershipSettings:
     @property
     def reregister_s(self) -> float:
         """How long nodes that vanished in a gap or en masse get to register again."""
-        return self.detect_timeout_s
+        return self._by_lease_s
+
+    @property
+    def same_id_s(self) -> float:
+        """How long the node id of an earlier life may be taken: after that, its holder is alive."""
+        return 3 * self._by_lease_s
+
+    @property
+    def crowded_s(self) -> float:
+        """How long the one place of a job may be held by a dead node."""
+        return 2 * self._by_lease_s
 
     @property
     def verdict_s(self) -> float:
@@ -72,4 +91,36 @@ class MembershipSettings:
     @property
     def retry_s(self) -> float:
         """Pause between two attempts to reach a store that is away."""
+        return 0.1 * self._by_lease_s
+
+    # -- probing: neighbours ask each other for signs of life where leases take too long
+
+    @property
+    def probes(self) -> bool:
+        """Whether agents probe each other."""
+        return self.detect_timeout_s < PROBING_BELOW_S
+
+    @property
+    def probe_interval_s(self) -> float:
+        """Between two probes of one neighbour: a suspicion takes several in a row without an answer."""
         return 0.1 * self.detect_timeout_s
+
+    @property
+    def suspect_s(self) -> float:
+        """A neighbour that has not answered for so long is suspected."""
+        return 0.6 * self.detect_timeout_s
+
+    @property
+    def confirm_s(self) -> float:
+        """How long a suspect gets to show the leader, or a suspected leader the store, that it is alive."""
+        return 0.2 * self.detect_timeout_s
+
+    @property
+    def complaints_settle_s(self) -> float:
+        """Time after a worker's complaint in which its cause, a lost host, is found if there is one."""
+        return 0.4 * self.detect_timeout_s
+
+    @property
+    def silence_settle_s(self) -> float:
+        """The same where the transport heard nothing: a frozen worker's agent has killed it by then."""
+        return 0.6 * self.detect_timeout_s

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from baguarun.contract import Failure
 from baguarun.elastic.membership.job import JobSpec
-from baguarun.elastic.membership.records import Member, NodeRecord, StopRequest
+from baguarun.elastic.membership.records import BrokenLink, Member, NodeRecord, StopRequest
+from baguarun.elastic.membership.streak import Streak
+from baguarun.elastic.membership.suspicion import Complaint
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class CurrentWorld:
     restart_count: int
     charged: bool
     free_retries: int
+    in_place: bool = False
+    polite: bool = False
+    streak: Streak = field(default_factory=Streak)
+    broken: tuple[BrokenLink, ...] = ()
 
 
 _NEVER = float("-inf")
@@ -63,6 +69,14 @@ class View:
     """Nodes without a place that have been told why."""
     world: CurrentWorld | None = None
     reports: tuple[Report, ...] = ()
+    time_s: float = 0.0
+    """Unix time of this moment, by the leader's clock; for what outlives a leader."""
+    complaints: tuple[Complaint, ...] = ()
+    """Of workers whose communication broke, in the current generation."""
+    silent: frozenset[str] = frozenset()
+    """Members whose agents do not answer probes: accused, or found to be lost and gone."""
+    unheard: frozenset[str] = frozenset()
+    """Members that are alive by the store, but whose agents do not answer probes."""
     done: frozenset[str] = frozenset()
     """Members whose workers of the current generation have all exited 0; they may have vanished since."""
     left: frozenset[str] = frozenset()
@@ -71,6 +85,8 @@ class View:
     """How many nodes the job shall have, if anybody has said so."""
     dismissed: frozenset[str] = frozenset()
     """Nodes that have been asked to leave, as long as they are here."""
+    invited: frozenset[str] = frozenset()
+    """Nodes that have been asked to start newcomers, as long as they are here."""
     stop: StopRequest | None = None
     ended_revision: int | None = None
     """Store revision of the outcome, if the job has one."""
@@ -88,6 +104,18 @@ class View:
     """When the last gap ended: the store, or the leader itself, had been away."""
     took_over_s: float = _NEVER
     """When this leader began."""
+
+    @property
+    def steps(self) -> int:
+        """Committed steps known so far."""
+        known = max((node.record.state.steps for node in self.nodes.values()), default=0)
+        return max(known, self.world.streak.steps if self.world else 0)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step was committed in the current World."""
+        newest = max((node.record.state.stepped for node in self.nodes.values()), default=0)
+        return self.world is not None and newest >= self.world.generation
 
     @property
     def places(self) -> int:

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baguarun.elastic.membership.decide import (
-    FREE_RETRIES,
+from baguarun.elastic.membership.actions import (
     Action,
     Check,
     Dismiss,
@@ -18,9 +17,8 @@ from baguarun.elastic.membership.decide import (
     Reset,
     Tell,
     Wait,
-    decide,
-    first_failure,
 )
+from baguarun.elastic.membership.decide import FREE_RETRIES, decide, first_failure
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.records import Past, StopRequest
 from baguarun.elastic.membership.settings import MembershipSettings

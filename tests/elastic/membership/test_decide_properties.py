@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baguarun.contract import Failure
-from baguarun.elastic.membership.decide import (
+from baguarun.elastic.membership.actions import (
     Action,
     Check,
     Dismiss,
@@ -16,8 +16,8 @@ from baguarun.elastic.membership.decide import (
     Reset,
     Tell,
     Wait,
-    decide,
 )
+from baguarun.elastic.membership.decide import decide
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.ledger import Ledger

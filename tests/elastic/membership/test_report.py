@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from baguarun.elastic.membership.control import scale_job
-from baguarun.elastic.membership.records import NodeRecord
+from baguarun.elastic.membership.events import Invited
+from baguarun.elastic.membership.records import InPlaceState, NodeRecord, Process
 from baguarun.elastic.membership.report import (
     JobReport,
     JobState,
@@ -14,6 +16,7 @@ from baguarun.elastic.membership.report import (
     list_jobs,
     read_job,
 )
+from baguarun.elastic.membership.stragglers import Pace
 from tests.support.fake_cluster import FakeNode, a_spec, until, until_running
 from tests.support.fake_store import FakeServer, FakeStore
 from tests.support.virtual_time import in_virtual_time
@@ -184,3 +187,34 @@ async def test_the_list_of_jobs_holds_running_and_ended_ones_once() -> None:
     (summary,) = await list_jobs(FakeStore(server))
     assert (summary.state, summary.num_registered) == (JobState.RUNNING, 1)
     assert await known_jobs(FakeStore(server)) == ["job"]
+
+
+@in_virtual_time
+async def test_a_job_in_place_shows_who_has_no_worker_and_who_is_about_to_join() -> None:
+    server = FakeServer()
+    spec = replace(a_spec(1, 3, max_restarts=9), in_place=True)
+    n0, n1 = FakeNode(server, spec, "n0", slots=1), FakeNode(server, spec, "n1", slots=1)
+    await until_running([n0, n1], 1)
+    worker = Process(0, 1)
+    await n0.session.report_state(InPlaceState(workers=(worker,)))
+    await n1.session.report_state(InPlaceState(lost=(worker,)))
+    await until(lambda: n1.world is not None and n1.world.generation == 2)
+    report = await look(server)
+    assert states(report) == {"n0": NodeState.RUNNING, "n1": NodeState.IDLE}
+    assert [node.slots for node in report.nodes] == [1, 0]
+    n2 = FakeNode(server, spec, "n2", slots=1)
+    await until(lambda: bool(n2.all(Invited)))
+    assert states(await look(server))["n2"] is NodeState.STARTING
+    await n2.session.report_state(InPlaceState(workers=(Process(0, 0, 1),)))
+    await until(lambda: n2.world is not None)
+    assert states(await look(server))["n2"] is NodeState.RUNNING
+
+
+@in_virtual_time
+async def test_the_paces_of_the_newest_world_are_shown_by_rank() -> None:
+    server = FakeServer()
+    first, second = await a_running_job(server, 1, 2, 2)
+    await first.session.report_paces([Pace(0, 1, 7, 0.1)])
+    await second.session.report_paces([Pace(1, 1, 6, None), Pace(2, 99, 6, 0.1)])
+    assert (await look(server)).paces == (Pace(0, 1, 7, 0.1), Pace(1, 1, 6, None))
+    assert len(await first.session.read_paces()) == 3
