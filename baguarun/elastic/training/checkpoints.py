@@ -55,6 +55,20 @@ class Checkpoints:
             raise UsageError(f"Checkpoints: keep={self.keep}; want 1 or more")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Writers:
+    """Who writes one checkpoint: the ranks of one World that see the folder."""
+
+    rank: int
+    world_size: int
+    generation: int
+    sharing: frozenset[int]
+    life: str
+    """Tells our unfinished checkpoints from those of another World or life of the job. Equal on all ranks."""
+    is_over: threading.Event
+    """The World has ended: who has not written its part never will."""
+
+
 class CheckpointFolder:
     """Writes and reads one job's checkpoints. Threads: the one that trains; writes on a thread of its own."""
 
@@ -63,9 +77,7 @@ class CheckpointFolder:
         self._root = Path(settings.folder)
         self._writer: threading.Thread | None = None
         self._failure: str | None = None
-        self._who_shares: set[int] | None = None
-        # Tells our unfinished checkpoints from those of another life of the job. The same on all ranks.
-        self._life = ""
+        self._writers: _Writers | None = None
 
     def is_due(self, steps: int) -> bool:
         """Whether a checkpoint belongs to the commit of that number."""
@@ -76,11 +88,10 @@ class CheckpointFolder:
         """Write `snapshot`; with `wait`, until it is published, raising what went wrong. Collective."""
         self._join()
         self.report()
-        if self._who_shares is None:
-            self._life = _gather(uuid.uuid4().hex[:8])[0]
-            self._who_shares = self._find_who_shares()
+        if self._writers is None:
+            self._writers = self._find_writers()
         self._writer = threading.Thread(
-            target=self._write, args=(snapshot, _rank()), name="baguarun-checkpoint", daemon=True
+            target=self._write, args=(snapshot, self._writers), name="baguarun-checkpoint", daemon=True
         )
         self._writer.start()
         if not wait:
@@ -90,6 +101,12 @@ class CheckpointFolder:
         self._failure = None
         if failures:
             raise CheckpointError(failures[0])
+
+    def leave_world(self) -> None:
+        """The World has ended. What it was writing is finished only if all parts of it are there."""
+        if self._writers is not None:
+            self._writers.is_over.set()
+            self._writers = None
 
     def report(self) -> None:
         """Say once what went wrong with a write beside training, which goes on all the same."""
@@ -146,12 +163,12 @@ class CheckpointFolder:
         file = path / f"rank-{rank:05}.pt"
         return _load(file) if facts["world_size"] == _world_size() and file.exists() else None
 
-    def _write(self, snapshot: Snapshot, rank: int) -> None:
+    def _write(self, snapshot: Snapshot, writers: _Writers) -> None:
         """On the writer's thread."""
-        assert self._who_shares is not None
-        if rank not in self._who_shares:
+        rank = writers.rank
+        if rank not in writers.sharing:
             return
-        writing = self._root / f"writing-{snapshot.steps:012}-{self._life}"
+        writing = self._root / f"writing-{snapshot.steps:012}-{writers.life}"
         try:
             writing.mkdir(parents=True, exist_ok=True)
             if rank == 0:
@@ -159,7 +176,7 @@ class CheckpointFolder:
                 _save(shared, writing / "shared.pt")
             _save(snapshot.own, writing / f"rank-{rank:05}.pt")
             if rank == 0:
-                self._publish(writing, snapshot.steps)
+                self._publish(writing, snapshot.steps, writers)
         except (OSError, RuntimeError, CheckpointError) as error:
             self._failure = f"step {snapshot.steps}, {writing}: {error}"
             with contextlib.suppress(OSError):
@@ -167,21 +184,21 @@ class CheckpointFolder:
             if rank == 0:
                 shutil.rmtree(writing, ignore_errors=True)
 
-    def _publish(self, writing: Path, steps: int) -> None:
-        assert self._who_shares is not None
-        generation = read_worker_env().generation
+    def _publish(self, writing: Path, steps: int, writers: _Writers) -> None:
         give_up_at_s = time.monotonic() + _OTHERS_PATIENCE_S
-        awaited = [writing / f"rank-{rank:05}.pt" for rank in sorted(self._who_shares)]
+        awaited = [writing / f"rank-{rank:05}.pt" for rank in sorted(writers.sharing)]
         while missing := [file.name for file in awaited if not file.exists()]:
             if failed := [file.stem for file in writing.glob("*.failed")]:
                 raise CheckpointError(f"{', '.join(sorted(failed))} could not write")
+            if writers.is_over.is_set():
+                raise CheckpointError(f"the World changed before {', '.join(missing)} came")
             if time.monotonic() > give_up_at_s:
                 raise CheckpointError(f"{', '.join(missing)} did not come in {_OTHERS_PATIENCE_S:g} s")
             time.sleep(0.02)
         newest = self._published()[-1:]
-        if newest and _facts(newest[0])["generation"] > generation:
+        if newest and _facts(newest[0])["generation"] > writers.generation:
             raise CheckpointError(f"{newest[0].name} is of a later World; this worker is of one that ended")
-        facts = {"steps": steps, "world_size": _world_size(), "generation": generation}
+        facts = {"steps": steps, "world_size": writers.world_size, "generation": writers.generation}
         (writing / "checkpoint.json").write_text(json.dumps(facts) + "\n")
         target = self._root / f"{_PREFIX}{steps:012}"
         if target.exists():
@@ -200,9 +217,10 @@ class CheckpointFolder:
         """Oldest first."""
         return sorted(path for path in self._root.glob(f"{_PREFIX}*") if (path / "checkpoint.json").exists())
 
-    def _find_who_shares(self) -> set[int]:
+    def _find_writers(self) -> _Writers:
         """Ranks that see what rank 0 writes. Collective."""
-        token = self._root / f"probe-{self._life}"
+        life = _gather(uuid.uuid4().hex[:8])[0]
+        token = self._root / f"probe-{life}"
         trouble = None
         if _rank() == 0:
             try:
@@ -223,7 +241,14 @@ class CheckpointFolder:
                     file=sys.stderr,
                     flush=True,
                 )
-        return sharing
+        return _Writers(
+            rank=_rank(),
+            world_size=_world_size(),
+            generation=read_worker_env().generation,
+            sharing=frozenset(sharing),
+            life=life,
+            is_over=threading.Event(),
+        )
 
     def _join(self) -> None:
         if self._writer is not None:

@@ -19,6 +19,8 @@ def _scale(optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> Non
     kept: list[Any] = []
 
     def before(*_call: object) -> None:
+        # A step that was cut short has left its own.
+        kept.clear()
         scale = factor()
         if scale != 1:
             kept[:] = [group["lr"] for group in optimizer.param_groups]

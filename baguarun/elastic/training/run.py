@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
+from baguarun.comm.groups import read_worker_env
+from baguarun.contract import STACKS_SIGNAL
+from baguarun.elastic.training.in_place import InPlaceRun, control_channel
+from baguarun.elastic.training.loaders import start_early
 from baguarun.elastic.training.state import State
 from baguarun.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_RUNNING = threading.Lock()
+"""One training function at a time: a process has one place in its job."""
 
 
 def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R]:
@@ -18,6 +28,10 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
 
     It is called with the state of the newest checkpoint, if the state has any, and so goes on where the last
     life of the job left off, on any number of workers. Checkpoints under way are finished before it returns.
+
+    Under `baguarun run --elastic in-place` it is called again, in the same process, whenever workers came or
+    went, and goes on behind the last step that was committed. What communication raises when a worker is lost
+    is caught here: let it pass. Raises `UsageError` while another one runs in this process.
     """
 
     @functools.wraps(train)
@@ -26,10 +40,32 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
             raise UsageError(
                 f"baguarun.elastic.run: the first argument is a {type(state).__name__}; want a State"
             )
-        state.resume()
-        try:
-            return train(state, *args, **kwargs)
-        finally:
-            state.close()
+        with _the_only_one(train):
+            channel = control_channel(read_worker_env())
+            try:
+                if channel is not None:
+                    # To the descriptor, which is the log: sys.stderr may be anything.
+                    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+                    in_place = InPlaceRun(state, channel, read_worker_env())
+                    if in_place.is_newcomer:
+                        start_early([*args, *kwargs.values()])
+                    return in_place.train(lambda: train(state, *args, **kwargs))
+                state.resume()
+                return train(state, *args, **kwargs)
+            finally:
+                state.close()
 
     return running
+
+
+@contextmanager
+def _the_only_one(train: Callable[..., object]) -> Iterator[None]:
+    if not _RUNNING.acquire(blocking=False):
+        raise UsageError(
+            f"baguarun.elastic.run: '{train.__qualname__}' is called while another training function runs; "
+            "want one at a time in a process"
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from baguarun.elastic.training.dealing import Deal, deals
+from baguarun.elastic.training.dealt import Account, Settlement, Spans, complement, merge, size, translate
 from baguarun.errors import UsageError
 
 
@@ -67,6 +68,10 @@ class ElasticSampler(Sampler[list[int]]):
         """Number of the epoch, which seeds its order."""
         self.cursor = 0
         """Samples of the epoch that are behind us."""
+        # Places of the epoch's order that were left when ranks out of step lost one; none: all from there on.
+        self._left: Spans = []
+        # Where dealing in this World and epoch began.
+        self._first_cursor = 0
 
     @property
     def global_batch(self) -> int:
@@ -83,10 +88,18 @@ class ElasticSampler(Sampler[list[int]]):
     def rank(self) -> int:
         return self._rank
 
+    @property
+    def length(self) -> int:
+        """Samples in an epoch."""
+        return self._length
+
     def deals(self) -> Iterator[Deal]:
         """The steps from here to the end of the epoch."""
+        return self._deals_from(self.cursor)
+
+    def _deals_from(self, first: int) -> Iterator[Deal]:
         return deals(
-            self.cursor,
+            first,
             self._length,
             global_batch=self.global_batch,
             world_size=self._world_size,
@@ -95,7 +108,7 @@ class ElasticSampler(Sampler[list[int]]):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order_of_epoch()
+        order = self._sequence()
         for deal in self.deals():
             for micro_batch in deal.micro_batches(self._rank):
                 yield order[micro_batch.start : micro_batch.stop]
@@ -107,17 +120,46 @@ class ElasticSampler(Sampler[list[int]]):
     def begin_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self.epoch += 1
-        self.cursor = 0
+        self.cursor = self._first_cursor = 0
+        self._left = []
 
     def enter_world(self) -> None:
         """Take over this process's present rank and world size."""
         self._rank, self._world_size = _own_place()
+        self._first_cursor = self.cursor
+
+    def account(self, *, shared_to: int, is_whole: bool) -> Account:
+        """What this rank knows to be trained on. All before the place `shared_to`, as `cursor` counts, was
+        shared by all ranks; with `is_whole`, all before the cursor was."""
+        whole = self.cursor if is_whole else max(shared_to, self._first_cursor)
+        done = [(0, whole)]
+        for deal in self._deals_from(self._first_cursor):
+            if deal.end > self.cursor:
+                break
+            share = deal.share(self._rank)
+            done.append((share.start, share.stop))
+        return Account(
+            epoch=self.epoch,
+            done=self._in_order(done),
+            dealt=self._in_order([(0, self.cursor)]),
+        )
+
+    def go_on_from(self, settlement: Settlement) -> None:
+        """Deal what is left of that epoch."""
+        self.epoch = settlement.epoch
+        self._left = complement(settlement.done, self._length)
+        self.cursor = self._first_cursor = size(settlement.done)
+
+    def begin_with(self, world_size: int) -> None:
+        """Training began on so many workers, whatever their number is now."""
+        self._first_world_size = world_size
 
     def state_dict(self) -> dict[str, Any]:
         """The place, equal on all ranks."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
+            "left": [list(span) for span in self._left],
             "first_world_size": self._first_world_size,
             "length": self._length,
             "batch_size": self._batch_size,
@@ -139,7 +181,25 @@ class ElasticSampler(Sampler[list[int]]):
                     "want the same data and settings, else samples would be left out or repeated"
                 )
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
+        self._left = [(first, end) for first, end in state.get("left", [])]
+        self._first_cursor = self.cursor
         self._first_world_size = int(state["first_world_size"])
+
+    def _segments(self) -> Spans:
+        """The sequence that is dealt, in spans of the epoch's order."""
+        if not self._left:
+            return [(0, self._length)]
+        return complement(self._left, self._length) + self._left
+
+    def _in_order(self, spans: Spans) -> Spans:
+        segments = self._segments()
+        return merge(part for span in spans for part in translate(span, segments))
+
+    def _sequence(self) -> list[int]:
+        order = self._order_of_epoch()
+        if not self._left:
+            return order
+        return [sample for first, end in self._segments() for sample in order[first:end]]
 
     def _order_of_epoch(self) -> list[int]:
         if self._order_epoch != self.epoch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.ddp import DistributedDataParallel
-from baguarun.elastic.training import values
+from baguarun.elastic.training import random_state, values
 
 
 @dataclass(kw_only=True)
@@ -28,7 +26,7 @@ class Snapshot:
     def take(cls, captured: Mapping[str, Any], steps: int, places: list[dict[str, Any]]) -> Snapshot:
         """Collective if the algorithm lets replicas differ: their average is what they have in common."""
         kept = {name: values.capture(value) for name, value in captured.items()}
-        own: dict[str, Any] = {"random": _random_states(), "algorithm": {}, "replica": {}}
+        own: dict[str, Any] = {"random": random_state.portable(), "algorithm": {}, "replica": {}}
         differ = [name for name, value in captured.items() if _replicas_differ(value)]
         for name, value in captured.items():
             if isinstance(value, DistributedDataParallel):
@@ -50,7 +48,7 @@ class Snapshot:
         for name, state in self.own["algorithm"].items():
             if state and name in captured:
                 captured[name].load_algorithm_state_dict(state)
-        _restore_random_states(self.own["random"])
+        random_state.restore_portable(self.own["random"])
 
 
 def _replicas_differ(value: object) -> bool:
@@ -71,24 +69,3 @@ def _averaged(state: dict[str, Any]) -> dict[str, Any]:
             value = (total / dist.get_world_size()).to("cpu", value.dtype)
         averaged[name] = value
     return averaged
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (str(name), torch.from_numpy(keys.astype("int64")), *rest)
-    return states
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,19 @@ from baguarun.elastic.training.sampler import ElasticSampler
 from baguarun.elastic.training.snapshot import Snapshot
 from baguarun.elastic.training.steps import MicroBatches
 from baguarun.errors import UsageError
+
+
+class CommitWatcher(Protocol):
+    """Who is told of commits: what resizes the job in place."""
+
+    def after_commit(self) -> None:
+        """The commit is done on this rank."""
+
+    def at_boundary(self, *, may_wait: bool) -> None:
+        """The commit is over. May raise to end training in this World."""
+
+    def check(self) -> None:
+        """Raise again what ended training in this World, if the script has caught it."""
 
 
 class State:
@@ -44,7 +57,12 @@ class State:
         self._samplers: list[ElasticSampler] = []
         # Places in the data of loaders that have not been seen yet.
         self._places: list[dict[str, Any]] = []
+        self._committed_places: list[dict[str, Any]] = []
+        self._claimed: set[int] = set()
+        self._lost_samples = 0
+        self._first_world_size: int | None = None
         self._open: tuple[ElasticSampler, Deal, MicroBatches] | None = None
+        self._watcher: CommitWatcher | None = None
         scale_learning_rates(
             [value for value in captured.values() if isinstance(value, torch.optim.Optimizer)],
             lambda: self._samplers[0].lr_factor if self._samplers else 1.0,
@@ -72,12 +90,19 @@ class State:
         """Steps since training began, over all lives of the job."""
         return self._steps
 
+    @property
+    def lost_samples(self) -> int:
+        """Samples whose effect was lost with a worker, as far as is known: it had trained on them and not
+        shared yet what came of it. Only where an algorithm lets replicas differ; they are dealt again."""
+        return self._lost_samples
+
     def steps(self, loader: DataLoader[Any]) -> Iterator[MicroBatches]:
         """The steps from here to the end of the epoch, each as this rank's micro-batches.
 
         `loader` has `batch_sampler=ElasticSampler(...)`. Call `commit` at the end of each step. When the loop
         ends the next call is for the next epoch.
         """
+        self._check()
         sampler = self._sampler_of(loader)
         models = [value for value in self._captured.values() if isinstance(value, DistributedDataParallel)]
         # Beginning to load draws a seed for the loader's workers. An epoch that is gone on with begins once
@@ -89,12 +114,15 @@ class State:
             step = MicroBatches(batches, deal, sampler.rank, models)
             self._open = (sampler, deal, step)
             yield step
+            self._check()
             if self._open is not None:
                 raise UsageError("State.steps: the step before was not committed; want state.commit() in it")
         sampler.begin_epoch()
 
     def commit(self) -> None:
         """The step is done on this rank: its samples are behind us. Collective where a checkpoint is due."""
+        self._check()
+        is_in_steps = self._open is not None
         if self._open is not None:
             sampler, deal, step = self._open
             if not step.is_done and len(step) > 0:
@@ -104,10 +132,16 @@ class State:
             sampler.cursor = deal.end
             self._open = None
         self._steps += 1
+        self._committed_places = self._all_places()
+        if self._watcher is not None:
+            self._watcher.after_commit()
         if self._folder is not None:
             self._folder.report()
             if self._folder.is_due(self._steps):
                 self._folder.write(self._snapshot(), wait=False)
+        if self._watcher is not None:
+            # What the script has left to do in this round of its loop is done first: `steps` asks again.
+            self._watcher.at_boundary(may_wait=is_in_steps)
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is there. Collective; raises what went wrong."""
@@ -137,16 +171,39 @@ class State:
         return self._folder
 
     def _snapshot(self) -> Snapshot:
+        return Snapshot.take(self._captured, self._steps, self._all_places())
+
+    def _all_places(self) -> list[dict[str, Any]]:
         places = [sampler.state_dict() for sampler in self._samplers]
-        return Snapshot.take(self._captured, self._steps, places + self._places[len(places) :])
+        return places + self._places[len(places) :]
 
     def _adopt(self, snapshot: Snapshot) -> None:
         snapshot.put_back(self._captured)
-        self._steps = snapshot.steps
-        self._places = snapshot.places
+        self._go_to(snapshot.steps, snapshot.places)
+
+    def _go_to(self, steps: int, places: list[dict[str, Any]]) -> None:
+        """Stand there in training and in the data, in the present World."""
+        self._steps = steps
+        self._places = self._committed_places = places
         self._open = None
-        for sampler, place in zip(self._samplers, self._places, strict=False):
+        self._claimed.clear()
+        for sampler, place in zip(self._samplers, places, strict=False):
             sampler.load_state_dict(place)
+        for sampler in self._samplers:
+            sampler.enter_world()
+
+    def _count_open_step(self) -> None:
+        """The step under way is applied here, as far as it goes: count it."""
+        if self._open is not None:
+            sampler, deal, _ = self._open
+            sampler.cursor = deal.end
+            self._open = None
+        self._steps += 1
+        self._committed_places = self._all_places()
+
+    def _check(self) -> None:
+        if self._watcher is not None:
+            self._watcher.check()
 
     def _sampler_of(self, loader: DataLoader[Any]) -> ElasticSampler:
         sampler = loader.batch_sampler
@@ -155,14 +212,23 @@ class State:
                 "State.steps: the loader deals its batches itself; want "
                 "DataLoader(data, batch_sampler=baguarun.elastic.ElasticSampler(data, batch_size))"
             )
-        if sampler not in self._samplers:
-            sampler.enter_world()
-            index = len(self._samplers)
-            if index < len(self._places):
-                sampler.load_state_dict(self._places[index])
-            self._samplers.append(sampler)
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                self._require_wrapped()
+        if sampler in self._samplers:
+            self._claimed.add(self._samplers.index(sampler))
+            return sampler
+        sampler.enter_world()
+        index = next(index for index in range(len(self._samplers) + 1) if index not in self._claimed)
+        if index < len(self._places):
+            sampler.load_state_dict(self._places[index])
+        elif self._first_world_size is not None:
+            sampler.begin_with(self._first_world_size)
+        # In place of one that the training function made anew when it was called again.
+        self._samplers[index : index + 1] = [sampler]
+        self._claimed.add(index)
+        self._committed_places = (
+            self._committed_places[:index] + [sampler.state_dict()] + self._committed_places[index + 1 :]
+        )
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._require_wrapped()
         return sampler
 
     def _require_wrapped(self) -> None:

@@ -43,8 +43,24 @@ def restore(value: Any, kept: Any) -> Any:
         return value
     if is_stateful(value):
         value.load_state_dict(kept)
+        if isinstance(value, torch.amp.GradScaler):
+            _end_step(value)
         return value
     return copy.deepcopy(kept)
+
+
+def _end_step(scaler: torch.amp.GradScaler) -> None:
+    """Forget how far the step under way has come, which is no part of its state_dict.
+
+    A step that is done again after it was cut short in `scaler.step` would take the new gradients for
+    unscaled ones, and the optimizer would be given them with the scale still in them.
+    """
+    if not scaler.is_enabled():
+        return
+    scaler._per_optimizer_states.clear()
+    if scaler._scale is None:
+        # The first `scale` makes it, which a newcomer does not call if the first step has no sample for it.
+        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
 
 
 def _is_plain(value: object) -> bool:

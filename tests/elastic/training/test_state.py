@@ -129,3 +129,15 @@ def test_two_loaders_keep_their_places_apart(tmp_path):
 def test_only_a_state_can_be_run():
     with pytest.raises(UsageError, match="want a State"):
         baguarun.elastic.run(print)("state")
+
+
+def test_a_training_function_inside_another_is_refused():
+    state = State(epoch=0)
+
+    @baguarun.elastic.run
+    def outer(state):
+        baguarun.elastic.run(lambda state: None)(state)
+
+    with pytest.raises(UsageError, match="is called while another training function runs"):
+        outer(state)
+    baguarun.elastic.run(lambda state: None)(state)

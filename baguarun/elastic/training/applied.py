@@ -1,0 +1,161 @@
+"""Counts the optimizer steps since the last commit, and leaves out those that are applied already."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
+
+Optimizer = torch.optim.Optimizer
+
+
+class AppliedSteps:
+    """Watches `optimizers`. Threads: the one that trains."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        models: Sequence[DistributedDataParallel] = (),
+        scalers: Sequence[torch.amp.GradScaler] = (),
+    ) -> None:
+        """No optimizer steps before all that the gradients of `models` are made of has arrived."""
+        self._per_commit = [1] * len(optimizers)
+        # By optimizer: since the last commit, or since the step is done again. The first `_skip` do nothing.
+        self._taken = [0] * len(optimizers)
+        self._skip = [0] * len(optimizers)
+        self._scalers = list(scalers)
+        self._scales: list[float] = []
+        self._models = list(models)
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._optimizers = list(optimizers)
+        self._groups: list[list[dict[str, Any]]] = []
+        self._before: list[dict[str, Any]] = []
+        for index, optimizer in enumerate(optimizers):
+            self._watch(index, optimizer)
+        self.begin()
+
+    @property
+    def counts(self) -> list[int]:
+        """By optimizer: steps since the last commit that are in its weights. One that a GradScaler leaves out
+        for its gradients is none."""
+        return list(map(max, self._taken, self._skip))
+
+    @property
+    def count(self) -> int:
+        """Of all optimizers."""
+        return sum(self.counts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all steps that the optimizers take between two commits, as they did before the
+        last one at which no scaler had left any out."""
+        return any(self.counts) and self.counts == self._per_commit
+
+    def commit(self) -> None:
+        """A step ends, and the next one begins."""
+        scales = [scaler.get_scale() for scaler in self._scalers]
+        has_overflowed = any(now < then for now, then in zip(scales, self._scales, strict=True))
+        if any(self._taken) and not has_overflowed:
+            self._per_commit = self._taken
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from zero, and keep the optimizers' settings (learning rates) as they are."""
+        self._scales = [scaler.get_scale() for scaler in self._scalers]
+        self._taken = [0] * len(self._optimizers)
+        self._skip = [0] * len(self._optimizers)
+        self._groups = [[_settings(group) for group in each.param_groups] for each in self._optimizers]
+
+    def redo(self, skip: Sequence[int]) -> None:
+        """The step is done again, and of each optimizer the first `skip` steps change nothing.
+
+        What the script or a scheduler has set since the last commit is as it was then; what steps themselves
+        have changed stays.
+        """
+        self._skip = list(skip)
+        self._taken = [0] * len(self._optimizers)
+        for optimizer, kept in zip(self._optimizers, self._groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, kept, strict=True):
+                _put_back(group, settings)
+
+    def _watch(self, index: int, optimizer: Optimizer) -> None:
+        this = weakref.ref(self)
+
+        def before(_optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(callable(argument) for argument in [*args, *kwargs.values()]):
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step(closure): a step that a loss cut short could not be "
+                    "done again under `--elastic in-place`; want forward and backward before step()"
+                )
+            if (applied := this()) is not None:
+                applied._begin(index)
+
+        def after(*_call: object) -> None:
+            if (applied := this()) is not None:
+                applied._end(index)
+
+        optimizer.register_step_pre_hook(before)
+        handle = optimizer.register_step_post_hook(after)
+        # The first of them: what communicates after a step may fail, and the step is applied all the same.
+        hooks = optimizer._optimizer_step_post_hooks
+        assert isinstance(hooks, OrderedDict)
+        hooks.move_to_end(handle.id, last=False)
+
+    def _begin(self, index: int) -> None:
+        optimizer = self._optimizers[index]
+        for model in self._models:
+            model.require_complete()
+        if self._taken[index] < self._skip[index]:
+            # Optimizers pass over parameters without a gradient.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._hidden.append((parameter, parameter.grad))
+                        parameter.grad = None
+        self._before = [_settings(group) for group in optimizer.param_groups]
+
+    def _end(self, index: int) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+        is_left_out = self._taken[index] < self._skip[index]
+        self._taken[index] += 1
+        groups = self._optimizers[index].param_groups
+        if is_left_out:
+            # Some count a step that had no gradients.
+            for group, before in zip(groups, self._before, strict=True):
+                _put_back(group, before)
+            return
+        for group, before, kept in zip(groups, self._before, self._groups[index], strict=True):
+            for name, value in before.items():
+                # Optimizers that keep counters or estimates in their groups.
+                if name != "lr" and not _same(group[name], value):
+                    kept[name] = _copy(group[name])
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in group.items() if name != "params"}
+
+
+def _put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

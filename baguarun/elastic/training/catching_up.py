@@ -1,0 +1,217 @@
+"""Brings the ranks of a new World to where all go on from, by the parts that `positions.plan` has dealt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.algorithms import AsyncModelAverage
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.elastic.training import replicated, streaming
+from baguarun.elastic.training.applied import AppliedSteps
+from baguarun.elastic.training.committed import CommittedCopies
+from baguarun.elastic.training.dealt import Account, settle
+from baguarun.elastic.training.positions import Standing, plan
+from baguarun.elastic.training.random_state import begin_stream
+from baguarun.elastic.training.sampler import ElasticSampler
+from baguarun.elastic.training.state import State
+
+
+class CatchingUp:
+    """What one rank does with its `state`. Threads: the one that trains."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._captured = state._captured
+        self._models = [
+            value for value in self._captured.values() if isinstance(value, DistributedDataParallel)
+        ]
+        self.copies = CommittedCopies(self._captured)
+        self.applied = AppliedSteps(
+            [value for value in self._captured.values() if isinstance(value, torch.optim.Optimizer)],
+            self._models,
+            [value for value in self._captured.values() if isinstance(value, torch.amp.GradScaler)],
+        )
+        self.replicas_differ = any(model.algorithm.exchanges_weights for model in self._models)
+        self._is_whole = True
+        self._waits_for_all = not any(
+            isinstance(model.algorithm, AsyncModelAverage) for model in self._models
+        )
+        self._accounts: list[Account] = []
+        self._old_world_size = 1
+        self._rounds = 0
+        # Places of this World's data that the lost had shared: at the last exchange in which all took part.
+        self._shared_to: list[tuple[int, int]] = []
+        self._places_at: dict[int, list[tuple[int, int]]] = {}
+
+    def standing(self, *, valid: bool) -> Standing:
+        """Where this rank stands."""
+        return Standing(
+            valid=valid,
+            committed=self._state._steps,
+            sub_steps=self.applied.count,
+            is_whole=self.applied.is_whole,
+        )
+
+    def commit(self) -> None:
+        """A step ends here."""
+        self.applied.commit()
+        self.copies.commit(self._captured)
+        if self.replicas_differ and self._waits_for_all:
+            rounds = sum(model.stats().weight_rounds for model in self._models)
+            if rounds != self._rounds:
+                self._rounds = rounds
+                self._shared_to = self._places()
+
+    def note_boundary(self, asked_at: int, all_came_to: int) -> None:
+        """Where ranks wait for nobody, the rest has shared what it had done when all were asked last."""
+        if self.replicas_differ and not self._waits_for_all and asked_at > 0:
+            self._places_at.setdefault(asked_at, self._places())
+            self._shared_to = self._places_at.get(all_came_to, [])
+            self._places_at = {at: places for at, places in self._places_at.items() if at >= all_came_to}
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(sampler.epoch, sampler.cursor) for sampler in self._state._samplers]
+
+    def end_world(self, *, is_whole: bool) -> None:
+        """Training in a World is over; `is_whole`: at a commit, which all ranks have come to."""
+        self._is_whole = is_whole
+        if self.replicas_differ and self.applied.count > 0:
+            # Its effect is in the weights, which stay.
+            self._state._count_open_step()
+            self.commit()
+        # Now: samplers are put to where the next World begins, and maybe more than once.
+        self._accounts = self._take_accounts()
+        self._old_world_size = dist.get_world_size()
+
+    def go_on(self, standings: Sequence[Standing], generation: int) -> None:
+        """Collective over the new default group."""
+        self._generation = generation
+        part = plan(standings, replicas_differ=self.replicas_differ)[dist.get_rank()]
+        if part.loads_checkpoint:
+            self._begin_together()
+            return
+        state = self._state
+        places, steps = state._committed_places, state._steps
+        if part.rolls_back:
+            self.copies.roll_back(self._captured, is_applied=part.is_applied)
+            self.applied.redo(self.applied.counts)
+            state._go_to(steps, places)
+        if self.replicas_differ:
+            self._agree_out_of_step(standings)
+            places, steps = state._committed_places, state._steps
+        if part.send_to:
+            sent = {
+                "values": replicated.collect(self._captured),
+                "places": places,
+                "steps": steps,
+                "first": state._first_world_size,
+                "applied": self.applied.counts,
+            }
+            streaming.send(sent, part.send_to, device())
+        if part.receive_from is not None:
+            received = streaming.receive(part.receive_from, device())
+            self._adopt(received, begins_anew=part.begins_anew)
+            places, steps = received["places"], received["steps"]
+        newcomers = sum(not standing.valid for standing in standings)
+        if newcomers and self.replicas_differ:
+            survivors = len(standings) - newcomers
+            replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
+        state._go_to(steps, places)
+        self._is_whole = True
+        self._shared_to = []
+        self._places_at.clear()
+
+    def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
+        replicated.adopt(self._captured, received["values"], buffers=begins_anew)
+        self._state._first_world_size = received["first"]
+        if begins_anew:
+            self._begin_stream()
+        self.applied.begin()
+        self.applied.redo(received["applied"])
+
+    def _begin_together(self) -> None:
+        """All copies of the state are lost, or there was none yet."""
+        state, world_size = self._state, dist.get_world_size()
+        if state._folder is not None and state.load():
+            state._first_world_size = state._first_world_size or world_size
+            self.applied.begin()
+            return
+        if dist.get_rank() == 0:
+            streaming.send(replicated.collect(self._captured), range(1, world_size), device())
+        else:
+            replicated.adopt(self._captured, streaming.receive(0, device()), buffers=True)
+            self._begin_stream()
+        self.applied.begin()
+        state._first_world_size = world_size
+        state._go_to(0, [])
+
+    def _begin_stream(self) -> None:
+        begin_stream(torch.initial_seed(), self._generation, dist.get_rank())
+
+    def _agree_out_of_step(self, standings: Sequence[Standing]) -> None:
+        """Ranks that are steps apart: all go on as the furthest counts, and deal what was not trained on."""
+        state = self._state
+        mine = self._accounts if standings[dist.get_rank()].valid else None
+        everyone: list[tuple[bool, list[Account]] | None] = [None] * len(standings)
+        dist.all_gather_object(everyone, None if mine is None else (self._is_whole, mine))
+        known = [entry for entry in everyone if entry is not None]
+        if all(is_whole for is_whole, _ in known):
+            return
+        valid = [rank for rank, standing in enumerate(standings) if standing.valid]
+        top = max(valid, key=lambda rank: standings[rank].committed)
+        if mine is not None:
+            self._follow(top, [rank for rank in valid if rank != top])
+            slots = zip(*(accounts for _, accounts in known), strict=False)
+            for sampler, accounts in zip(state._samplers, slots, strict=False):
+                settlement = settle(accounts)
+                behind = settlement.left_behind + self._left_in_older_epoch(sampler, len(known))
+                sampler.go_on_from(settlement)
+                self._report(settlement.redealt, behind)
+            state._committed_places = state._places = state._all_places()
+            state._steps = standings[top].committed
+            self.applied.commit()
+
+    def _take_accounts(self) -> list[Account]:
+        samplers = self._state._samplers
+        shared_to = self._shared_to + [(0, 0)] * len(samplers)
+        return [
+            sampler.account(shared_to=place if epoch == sampler.epoch else 0, is_whole=self._is_whole)
+            for sampler, (epoch, place) in zip(samplers, shared_to, strict=False)
+        ]
+
+    def _left_in_older_epoch(self, sampler: ElasticSampler, survivors: int) -> int:
+        """About how many samples of an epoch that all survivors have ended the lost ones had not come to."""
+        index = self._state._samplers.index(sampler)
+        epoch, place = self._shared_to[index] if index < len(self._shared_to) else (sampler.epoch, 0)
+        if epoch >= sampler.epoch:
+            return 0
+        lost = max(self._old_world_size - survivors, 0)
+        return (sampler.length - place) * lost // self._old_world_size
+
+    def _follow(self, top: int, others: Sequence[int]) -> None:
+        if dist.get_rank() == top:
+            streaming.send(replicated.collect_without_weights(self._captured), others, device())
+        else:
+            replicated.adopt_without_weights(self._captured, streaming.receive(top, device()))
+
+    def _report(self, redealt: int, left_behind: int) -> None:
+        self._state._lost_samples += redealt + left_behind
+        if dist.get_rank() == 0 and redealt + left_behind > 0:
+            also = f"; about {left_behind} more are of an epoch that has ended" if left_behind else ""
+            print(
+                f"baguarun: what came of {redealt} samples is lost with a worker that had not shared it; "
+                f"they are dealt again{also}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def device() -> torch.device:
+    """Where tensors have to be for the default group to send them."""
+    has_cuda = "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")

@@ -1,0 +1,83 @@
+"""What is left to deal when ranks that are not in step lose one of them. Pure.
+
+Places count along the epoch's order, whatever was dealt when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Spans = list[tuple[int, int]]
+"""Ranges [first, end), disjoint and in order unless said otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What one rank knows of one epoch's samples when its World has ended."""
+
+    epoch: int
+    done: Spans
+    """Places that this rank has trained on, or that another one has and has shared."""
+    dealt: Spans
+    """Places that were dealt to any rank, in steps that this rank has done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settlement:
+    """What all ranks go on from."""
+
+    epoch: int
+    done: Spans
+    redealt: int
+    """Samples that were dealt and are dealt again: what became of them is lost with a rank."""
+    left_behind: int
+    """Samples of an epoch that others have ended; they are not dealt again."""
+
+
+def settle(accounts: Sequence[Account]) -> Settlement:
+    """Put together what the survivors know. The newest epoch of any of them is gone on with."""
+    epoch = max(account.epoch for account in accounts)
+    present = [account for account in accounts if account.epoch == epoch]
+    behind = [account for account in accounts if account.epoch < epoch]
+    done = merge(span for account in present for span in account.done)
+    dealt = merge(span for account in present for span in account.dealt)
+    return Settlement(
+        epoch=epoch,
+        done=done,
+        redealt=size(dealt) - size(done),
+        left_behind=sum(size(account.dealt) - size(account.done) for account in behind),
+    )
+
+
+def merge(spans: Iterable[tuple[int, int]]) -> Spans:
+    """The union of `spans`, which may overlap and come in any order."""
+    found: Spans = []
+    for first, end in sorted(span for span in spans if span[0] < span[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found
+
+
+def size(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - first for first, end in spans)
+
+
+def complement(spans: Spans, length: int) -> Spans:
+    """What is left of [0, length)."""
+    ends = [0, *(end for _, end in spans)]
+    firsts = [*(first for first, _ in spans), length]
+    return [(end, first) for end, first in zip(ends, firsts, strict=True) if end < first]
+
+
+def translate(span: tuple[int, int], sequence: Sequence[tuple[int, int]]) -> Spans:
+    """Places [first, end) along `sequence`, spans one after the other, as spans of what it consists of."""
+    found, start = [], 0
+    for first, end in sequence:
+        low, high = max(span[0] - start, 0), min(span[1] - start, end - first)
+        if low < high:
+            found.append((first + low, first + high))
+        start += end - first
+    return found

@@ -1,0 +1,324 @@
+"""`run` in a job that is resized in place: trains, leaves a World that changes, enters the next one."""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.agreement import Declaration, describe_difference
+from baguarun.comm.control import BusyTime, ControlChannel
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.world import enter_world
+from baguarun.contract import ControlMessage, Topic, WorkerEnv, World
+from baguarun.elastic.training import replicated, streaming
+from baguarun.elastic.training.catching_up import CatchingUp, device
+from baguarun.elastic.training.patience import Patience
+from baguarun.elastic.training.positions import Standing
+from baguarun.elastic.training.state import State
+from baguarun.elastic.training.switching import SwitchBoundary
+from baguarun.errors import CommunicationError, UsageError
+
+R = TypeVar("R")
+
+_PROGRESS_EVERY_S = 0.2
+_ABORTS = (Topic.ABORT, Topic.SWITCH, Topic.LEAVE)
+
+
+class WorldEnds(Exception):
+    """All ranks leave the World at this commit. Private to this package."""
+
+
+class InPlaceRun:
+    """One worker's way through the Worlds of its job. Threads: the one that trains."""
+
+    def __init__(self, state: State, channel: ControlChannel, env: WorkerEnv) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "baguarun.elastic.run: there is no process group; call baguarun.init_process_group()"
+            )
+        captured = state._captured
+        replicated.require_replicas(captured)
+        for name, value in replicated.collect(captured).items():
+            streaming.require_sendable(name, value)
+        self._state = state
+        self._captured = captured
+        self._channel = channel
+        self._env = env
+        self._models = [each for each in captured.values() if isinstance(each, DistributedDataParallel)]
+        self._catching_up = CatchingUp(state)
+        self._patience = Patience(env.detect_timeout_s)
+        self._declaration = replicated.declare(captured)
+        self._generation = env.generation
+        self._told = env.generation
+        self._is_told_to_leave = False
+        self._is_in_world = False
+        self._is_valid = False
+        self._ending: WorldEnds | None = None
+        self._boundary: SwitchBoundary | None = None
+        self._progress_at_s = 0.0
+        self._busy = BusyTime()
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process was started to be taken in by others."""
+        return self._env.generation == 0
+
+    def train(self, train: Callable[[], R]) -> R:
+        """What `train` returns, called again in each World. Raises what it raises for reasons of its own."""
+        self._state._watcher = self
+        try:
+            while True:
+                try:
+                    if not self._is_in_world:
+                        self._join_world()
+                    result = train()
+                    self._finish()
+                    return result
+                except WorldEnds:
+                    self._part()
+                    self._catching_up.end_world(is_whole=True)
+                except Exception as error:
+                    if not self._is_about_the_world(error):
+                        raise
+                    reason = _first_line(error)
+                    # Frames of the training function hold its loader and its graph.
+                    error.__traceback__ = None
+                    if self._is_in_world:
+                        self._catching_up.end_world(is_whole=False)
+                    self._await_news(reason)
+                self._is_in_world = False
+        finally:
+            self._state._watcher = None
+
+    # What State calls.
+
+    def after_commit(self) -> None:
+        self._catching_up.commit()
+        now_s = time.monotonic()
+        if now_s >= self._progress_at_s:
+            self._progress_at_s = now_s + _PROGRESS_EVERY_S
+            self._tell_progress(busy_s=self._busy.since_last_s())
+
+    def at_boundary(self, *, may_wait: bool) -> None:
+        """After a commit. `may_wait`: `check` is called before the next step begins."""
+        assert self._boundary is not None
+        self._look_for_news()
+        newest = self._boundary.at_commit(self._told)
+        self._catching_up.note_boundary(self._boundary.asked_at, self._boundary.all_came_to)
+        if newest is not None:
+            self._ending = WorldEnds("all workers leave this World here")
+            if not may_wait:
+                raise self._ending
+
+    def check(self) -> None:
+        if self._ending is not None:
+            # What the script has done since the commit, with no step begun, is to last as well.
+            self._catching_up.copies.commit(self._captured)
+            raise self._ending
+
+    # Leaving a World.
+
+    def _finish(self) -> None:
+        """Training is done here: wait for the others, and go on with them if the World changes meanwhile."""
+        assert self._boundary is not None
+        self.check()
+        self._look_for_news()
+        if self._boundary.at_end(self._told) is not None:
+            raise WorldEnds("all workers leave this World here")
+        self._tell_progress(ends=True)
+
+    def _part(self) -> None:
+        """All have come to the same commit: wait until nobody needs a message of another one any more."""
+        assert self._boundary is not None
+        self._ending = None
+        try:
+            self._boundary.farewell()
+        except dist.DistError:
+            # Somebody is lost just now, which the next World takes into account.
+            pass
+        self._look_for_news()
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self._is_told_to_leave:
+            self._state.close()
+            raise SystemExit(0)
+
+    def _is_about_the_world(self, error: BaseException) -> bool:
+        """Whether communication failed, or what else came of it."""
+        found: BaseException | None = error
+        while found is not None:
+            if isinstance(found, (CommunicationError, dist.DistError, WorldEnds)):
+                return True
+            found = found.__cause__ or found.__context__
+        return False
+
+    def _await_news(self, reason: str) -> None:
+        """Communication broke: return when the agent has said why, complaining if it does not."""
+        self._ending = None
+        self._look_for_news()
+        # Who is silent is lost to the transport already, and what others find out the leader waits for.
+        silence = is_silence(reason)
+        give_up_at_s = time.monotonic() + (0.0 if silence else self._patience.news_s)
+        while self._told <= self._generation:
+            message = self._channel.next(max(0.0, give_up_at_s - time.monotonic()))
+            if message is not None:
+                self._note(message)
+            elif time.monotonic() >= give_up_at_s:
+                blame = {"rank": blamed(reason), "silence": silence, "reason": reason}
+                self._tell(Topic.SUSPECT, generation=self._generation, **blame)
+                give_up_at_s = float("inf")
+
+    def _look_for_news(self) -> None:
+        pending = self._channel.pending
+        if pending is not None:
+            self._told = max(self._told, int(pending.body["generation"]))
+            self._is_told_to_leave |= pending.topic is Topic.LEAVE
+
+    def _note(self, message: ControlMessage) -> None:
+        if message.topic in _ABORTS:
+            self._told = max(self._told, int(message.body["generation"]))
+            self._is_told_to_leave |= message.topic is Topic.LEAVE
+
+    def _tell_progress(self, **more: Any) -> None:
+        self._tell(Topic.PROGRESS, generation=self._generation, steps=self._state._steps, **more)
+
+    def _tell(self, topic: Topic, **body: Any) -> None:
+        self._channel.send(ControlMessage(topic, body))
+
+    # Entering a World.
+
+    def _join_world(self) -> None:
+        if self._env.generation > 0 and self._generation == self._env.generation and self._boundary is None:
+            self._begin_first_world()
+        else:
+            self._enter(*self._await_world())
+        for model in self._models:
+            model.keep_committed()
+        if not self._catching_up.copies.is_second_pass:
+            self._catching_up.copies.commit(self._captured)
+        self._is_in_world = True
+        self._tell_progress(begins=True)
+        self._progress_at_s = 0.0
+        self._busy.since_last_s()
+
+    def _begin_first_world(self) -> None:
+        """The World that this process was started for."""
+        self._boundary = self._make_boundary()
+        self._tell(Topic.PROGRESS, generation=self._generation, steps=0)
+        self._compare(self._exchange_standings()[1])
+        self._state._first_world_size = dist.get_world_size()
+        self._state.resume()
+        self._is_valid = True
+
+    def _await_world(self) -> tuple[World, socket.socket]:
+        """Say that this worker is ready, and wait for the World to enter and the socket to host it."""
+        self._leave_if_told()
+        listener = _listen()
+        ready = {"port": listener.getsockname()[1], "steps": self._state._steps}
+        self._tell(Topic.READY, generation=self._generation, **ready)
+        while True:
+            message = self._channel.next(3600.0)
+            if message is None:
+                continue
+            if message.topic is Topic.WORLD:
+                world = World(**{**message.body, "local_ranks": tuple(message.body["local_ranks"])})
+                if world.generation > self._generation:
+                    return world, listener
+                continue
+            told = self._told
+            self._note(message)
+            self._leave_if_told()
+            if self._told > told:
+                self._tell(Topic.READY, generation=self._generation, **ready)
+
+    def _enter(self, world: World, listener: socket.socket) -> None:
+        self._generation = world.generation
+        self._told = max(self._told, world.generation)
+        if self._state._folder is not None:
+            self._state._folder.leave_world()
+        with listener, self._patience.meeting(world.generation) as bound:
+            enter_world(
+                world,
+                rank=world.rank_of(self._env.local_rank),
+                listener=listener,
+                channel=self._channel,
+                within=bound,
+            )
+            for model in self._models:
+                model.enter_world()
+            self._boundary = self._make_boundary()
+            standings, digests = self._exchange_standings()
+        self._compare(digests)
+        self._catching_up.go_on(standings, self._generation)
+        self._is_valid = True
+
+    def _make_boundary(self) -> SwitchBoundary:
+        return SwitchBoundary(self._generation, in_step=not self._catching_up.replicas_differ)
+
+    def _exchange_standings(self) -> tuple[list[Standing], list[int]]:
+        """Of all ranks: where they stand, and a number that tells whether their states fit together."""
+        mine = self._catching_up.standing(valid=self._is_valid)
+        numbers = [mine.valid, mine.committed, mine.sub_steps, mine.is_whole]
+        row = torch.tensor([*map(int, numbers), replicated.digest(self._declaration)], device=device())
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        found = torch.stack(rows).tolist()
+        standings = [
+            Standing(valid=bool(valid), committed=steps, sub_steps=sub, is_whole=bool(is_whole))
+            for valid, steps, sub, is_whole, _ in found
+        ]
+        return standings, [digest for *_, digest in found]
+
+    def _compare(self, digests: list[int]) -> None:
+        """Raise `UsageError` on ranks whose state differs from rank 0's, which go; the others go on."""
+        if len(set(digests)) == 1:
+            return
+        declarations: list[Declaration | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(declarations, self._declaration)
+        first, mine = declarations[0], declarations[dist.get_rank()]
+        assert first is not None and mine is not None
+        if mine != first:
+            raise UsageError(f"this worker does not fit in: {describe_difference([first, mine])}")
+        raise CommunicationError("workers that do not fit in are in this World; another one follows")
+
+
+def control_channel(env: WorkerEnv) -> ControlChannel | None:
+    """This process's only channel to its agent; None if the job is not resized in place."""
+    return None if env.control_fd is None else _channel_on(env.control_fd)
+
+
+@functools.cache
+def _channel_on(descriptor: int) -> ControlChannel:
+    return ControlChannel(descriptor)
+
+
+def _listen() -> socket.socket:
+    """A socket that listens on a free port of all of this host's addresses."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def blamed(reason: str) -> int | None:
+    """The rank that the transport blames, which it names first, with its address, or as the first of those
+    that did not come; None for other errors."""
+    found = re.search(r"\brank (\d+) \(|\bdid not come within \d+ ms: (\d+)", reason)
+    return int(found[1] or found[2]) if found else None
+
+
+def is_silence(reason: str) -> bool:
+    """Whether the transport heard nothing from whom it blames, though no connection ended."""
+    return "no sign of life for" in reason
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

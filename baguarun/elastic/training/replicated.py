@@ -1,0 +1,122 @@
+"""The state that all ranks have in common, as it is sent to a rank that joins or is a step behind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.agreement import Declaration, tensor_form
+from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.elastic.training import values
+from baguarun.errors import UsageError
+
+
+def collect(captured: Mapping[str, Any]) -> dict[str, Any]:
+    """The values to be sent; tensors are the live ones."""
+    return {name: _state_of(value) for name, value in captured.items()}
+
+
+def adopt(captured: dict[str, Any], sent: Mapping[str, Any], *, buffers: bool) -> None:
+    """Make the state what was sent. Without `buffers` those of wrapped models stay their own."""
+    for name, kept in sent.items():
+        value = captured[name]
+        if isinstance(value, nn.Module):
+            _load_module(value, kept, buffers=buffers)
+        else:
+            captured[name] = values.restore(value, kept)
+
+
+def collect_without_weights(captured: Mapping[str, Any]) -> dict[str, Any]:
+    """What is equal on all ranks even where replicas differ: counters, schedulers, learning rates."""
+    found: dict[str, Any] = {}
+    for name, value in captured.items():
+        if isinstance(value, torch.optim.Optimizer):
+            found[name] = [
+                {key: setting for key, setting in group.items() if key != "params"}
+                for group in value.param_groups
+            ]
+        elif not isinstance(value, nn.Module):
+            found[name] = _state_of(value)
+    return found
+
+
+def adopt_without_weights(captured: dict[str, Any], sent: Mapping[str, Any]) -> None:
+    """Make all that is not weights or an optimizer's state what was sent."""
+    for name, kept in sent.items():
+        value = captured[name]
+        if isinstance(value, torch.optim.Optimizer):
+            for group, settings in zip(value.param_groups, kept, strict=True):
+                group.update(settings)
+        else:
+            captured[name] = values.restore(value, kept)
+
+
+def declare(captured: Mapping[str, Any]) -> Declaration:
+    """Names and forms, which must be the same on all ranks."""
+    settings = [("what State holds", ", ".join(captured))]
+    tensors: list[tuple[str, str]] = []
+    for name, value in captured.items():
+        kind = type(value).__name__ if values.is_stateful(value) else "a plain value"
+        settings.append((f"State's '{name}'", kind))
+        if isinstance(value, nn.Module):
+            named = [*value.named_parameters(), *value.named_buffers()]
+            tensors += [(f"{name}.{inner}", tensor_form(tensor)) for inner, tensor in named]
+        elif isinstance(value, torch.optim.Optimizer):
+            groups = [[list(each.shape) for each in group["params"]] for group in value.param_groups]
+            settings.append((f"parameters of State's '{name}'", str(groups)))
+    return Declaration(settings=tuple(settings), tensors=tuple(tensors))
+
+
+def digest(declaration: Declaration) -> int:
+    """63 bits that tell declarations apart."""
+    return int.from_bytes(hashlib.sha256(repr(declaration).encode()).digest()[:8], "little") >> 1
+
+
+def require_replicas(captured: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for models whose parts lie on different workers, which nobody could replace, and for
+    those that could not follow into another World."""
+    for name, value in captured.items():
+        if isinstance(value, nn.Module):
+            if "_baguarun_session" in vars(value):
+                raise UsageError(
+                    f"State: '{name}' is data-parallel by with_bagua(), and would stay in the World where it "
+                    "was made so; want State(model=baguarun.DistributedDataParallel(module, ...))"
+                )
+            for inner, tensor in value.state_dict(keep_vars=True).items():
+                if type(tensor).__name__ == "DTensor":
+                    raise UsageError(
+                        f"State: '{name}' has '{inner}' spread over workers (DTensor, FSDP); a lost worker's "
+                        "part could not be had back. Want `--elastic restart` with checkpoints"
+                    )
+
+
+def average_newcomers(captured: Mapping[str, Any], *, newcomer: bool, survivors: int) -> None:
+    """Make newcomers' weights the survivors' average. Collective over the default group."""
+    for value in captured.values():
+        if isinstance(value, DistributedDataParallel) and value.algorithm.exchanges_weights:
+            with torch.no_grad():
+                for parameter in value.module.parameters():
+                    total = torch.zeros_like(parameter) if newcomer else parameter.detach().clone()
+                    dist.all_reduce(total)
+                    if newcomer:
+                        parameter.copy_(total / survivors)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, DistributedDataParallel):
+        return value.module.state_dict()
+    return value.state_dict() if values.is_stateful(value) else value
+
+
+def _load_module(model: nn.Module, kept: Mapping[str, Any], *, buffers: bool) -> None:
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    if buffers or module is model:
+        module.load_state_dict(kept)
+        return
+    own = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    module.load_state_dict({name: item for name, item in kept.items() if name not in own}, strict=False)

@@ -1,0 +1,143 @@
+"""Sends a tree of values and tensors from one rank to others: structure first, then the tensors' bytes.
+
+Large tensors travel as they lie, small ones packed together. What arrives is whole or not at all: nothing of
+the receiver is touched before everything is there.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baguarun.errors import UsageError
+
+_PACK_BYTES = 4 * 2**20
+"""Tensors are put together up to this size."""
+_SLOT = "baguarun.tensor"
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+
+
+def require_sendable(name: str, value: Any) -> None:
+    """Raise `UsageError` if a newcomer could not be sent `value`."""
+    try:
+        _decode(_encode(*_take_apart(value)))
+    except Exception as error:
+        raise UsageError(
+            f"State: '{name}' cannot be sent to a worker that joins: {error}; want a state of numbers, "
+            "strings, tensors and lists, tuples or dicts of them"
+        ) from error
+
+
+def send(value: Any, ranks: Sequence[int], device: torch.device) -> None:
+    """Send `value` to `ranks` of the default group; each calls `receive`."""
+    if not ranks:
+        return
+    skeleton, tensors = _take_apart(value)
+    forms = [_form(tensor) for tensor in tensors]
+    structure = torch.frombuffer(bytearray(_encode(skeleton, tensors)), dtype=torch.uint8).to(device)
+    length = torch.tensor([structure.numel()], device=device)
+    _send_all([length], ranks)
+    _send_all([structure], ranks)
+    for group in _groups(forms):
+        parts = [_as_bytes(tensors[index].to(device)) for index in group]
+        _send_all([parts[0] if len(parts) == 1 else torch.cat(parts)], ranks)
+
+
+def receive(rank: int, device: torch.device) -> Any:
+    """What that rank of the default group sends; its tensors are on `device`."""
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, src=rank)
+    structure = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    dist.recv(structure, src=rank)
+    skeleton, forms = _decode(structure.cpu().numpy().tobytes())
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms]
+    for group in _groups(forms):
+        views = [_as_bytes(tensors[index]) for index in group]
+        if len(views) == 1:
+            dist.recv(views[0], src=rank)
+            continue
+        packed = torch.empty(sum(view.numel() for view in views), dtype=torch.uint8, device=device)
+        dist.recv(packed, src=rank)
+        start = 0
+        for view in views:
+            view.copy_(packed[start : start + view.numel()])
+            start += view.numel()
+    return _put_together(skeleton, tensors)
+
+
+def _send_all(tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+    works = [dist.isend(tensor, dst=rank) for tensor in tensors for rank in ranks]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _groups(forms: Sequence[Form]) -> list[list[int]]:
+    """Indices of the tensors of each message; empty tensors are in none."""
+    groups: list[list[int]] = []
+    room = 0
+    for index, (dtype, shape) in enumerate(forms):
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if size == 0:
+            continue
+        if size > room or not groups:
+            groups.append([])
+            room = _PACK_BYTES
+        groups[-1].append(index)
+        room -= size
+    return groups
+
+
+def _form(tensor: torch.Tensor) -> Form:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _take_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """`value` with numbered slots in place of tensors, and the tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def visit(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if item.layout is not torch.strided:
+                raise UsageError(f"a tensor of layout {item.layout}")
+            tensors.append(item)
+            return {_SLOT: len(tensors) - 1}
+        if isinstance(item, dict):
+            return {key: visit(entry) for key, entry in item.items()}
+        if isinstance(item, list):
+            return [visit(entry) for entry in item]
+        if isinstance(item, tuple):
+            return tuple(visit(entry) for entry in item)
+        return item
+
+    return visit(value), tensors
+
+
+def _put_together(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(skeleton, dict):
+        if skeleton.keys() == {_SLOT}:
+            return tensors[skeleton[_SLOT]]
+        return {key: _put_together(entry, tensors) for key, entry in skeleton.items()}
+    if isinstance(skeleton, (list, tuple)):
+        return type(skeleton)(_put_together(entry, tensors) for entry in skeleton)
+    return skeleton
+
+
+def _encode(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:
+    file = io.BytesIO()
+    torch.save((skeleton, [_form(tensor) for tensor in tensors]), file)
+    return file.getvalue()
+
+
+def _decode(data: bytes) -> tuple[Any, list[Form]]:
+    skeleton, forms = torch.load(io.BytesIO(data), weights_only=True)
+    return skeleton, forms

@@ -1,0 +1,104 @@
+"""Finds the commit at which all ranks of a World leave it together."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm.backend import NAME as BAGUANET
+
+_RELAXED_COMMITS = 8
+"""Commits between two questions where ranks are not in step."""
+_ASK_EVERY_S = 0.2
+"""Time between two questions where they are: a World is left so much later at most."""
+_MOST_COMMITS = 16
+"""Between two questions, however short steps are: the next ones may be long."""
+
+
+class SwitchBoundary:
+    """Every few commits the ranks tell each other the newest generation that any of them has heard of.
+
+    It is a MAX all-reduce of two integers on a group of its own, started at one commit and waited for at a
+    later one, where it has long finished. All see the same numbers at the same commit, and leave there. The
+    second number agrees on when to ask again: ranks that are in step look at the answer in the next step, and
+    ask as seldom as the shortest of their wishes allows. Ranks that are not wait for nobody: they look at the
+    answer where they ask again, after a fixed number of commits.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(self, generation: int, *, in_step: bool) -> None:
+        """Collective over the default group. `in_step`: all ranks wait for each other in every step."""
+        self._generation = generation
+        self._in_step = in_step
+        self._commits = 0
+        self._ask_at = 1 if in_step else _RELAXED_COMMITS
+        self._asked_at_s = time.monotonic()
+        self.asked_at = 0
+        """Number of the commit in this World at which the ranks were asked last; 0 before."""
+        self.all_came_to = 0
+        """Commits in this World that all ranks are known to have come to."""
+        self._group: dist.ProcessGroup | None = None
+        if dist.get_world_size() > 1:
+            # On the CPU whatever the default group is on: no stream of an accelerator is waited for.
+            self._group = dist.new_group(
+                backend=BAGUANET, use_local_synchronization=True, group_desc="baguarun boundary"
+            )
+        self._numbers = torch.zeros(2, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def at_commit(self, told: int) -> int | None:
+        """The generation for which all leave at this commit, or None. `told`: the newest that this rank
+        has been told of."""
+        self._commits += 1
+        if self._group is None:
+            return told if told > self._generation else None
+        if self._work is not None and (self._in_step or self._commits == self._ask_at):
+            newest, interval = self._answer()
+            self.all_came_to = self.asked_at
+            if newest > self._generation:
+                return newest
+            if self._in_step:
+                self._ask_at = self.asked_at + interval
+        if self._commits == self._ask_at:
+            self._start(told)
+            self.asked_at = self._commits
+            self._ask_at += _RELAXED_COMMITS
+        return None
+
+    def at_end(self, told: int) -> int | None:
+        """As `at_commit`, for ranks that have nothing left to train: waits for all of them."""
+        if self._group is None:
+            return told if told > self._generation else None
+        if self._work is not None:
+            told = max(told, self._answer()[0])
+        self._start(told)
+        newest, _ = self._answer()
+        return newest if newest > self._generation else None
+
+    def farewell(self) -> None:
+        """Return when all ranks have come to the commit where they leave: no message is under way then."""
+        if self._group is not None:
+            self._start(0)
+            self._answer()
+
+    def _start(self, told: int) -> None:
+        # The largest of the negative numbers is the shortest interval.
+        self._numbers[0], self._numbers[1] = told, -self._wished_interval()
+        self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _answer(self) -> tuple[int, int]:
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        newest, interval = self._numbers.tolist()
+        return newest, -interval
+
+    def _wished_interval(self) -> int:
+        """Commits to the next question, as long as steps take what they took since the last one."""
+        now_s = time.monotonic()
+        commits, elapsed_s = max(self._commits - self.asked_at, 1), now_s - self._asked_at_s
+        self._asked_at_s = now_s
+        return max(1, min(int(_ASK_EVERY_S * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))

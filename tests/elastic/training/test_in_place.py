@@ -1,0 +1,234 @@
+"""Workers die, leave and join while others train on: what becomes of steps, samples and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baguarun.comm.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    QAdam,
+)
+from tests.elastic.training.fake_agent import FakeAgent
+from tests.elastic.training.resized import At, Script, Story, all_samples, run_script
+
+During = Callable[[FakeAgent, Path], None]
+
+
+def train(script: Script, world_size: int, during: During | None = None) -> Story:
+    script.folder.mkdir()
+    with FakeAgent(run_script, script) as agent:
+        agent.start(world_size)
+        if during is not None:
+            during(agent, script.folder)
+        agent.run_to_the_end()
+    return Story.read(script.folder)
+
+
+def change_when_held(members: list[int], holding: int) -> During:
+    """As soon as so many workers hold, the World is changed politely."""
+
+    def during(agent: FakeAgent, folder: Path) -> None:
+        agent.run_until(lambda: Story.read(folder).holding() == holding)
+        leavers = [agent.workers[each] for each in agent.members if each not in members]
+        agent.change(members, polite=True)
+        agent.run_until(lambda: all(leaver.is_gone for leaver in leavers))
+        assert [leaver.process.exitcode for leaver in leavers] == [0] * len(leavers)
+
+    return during
+
+
+def leave_at(folder: Path, step: int, **settings: Any) -> Story:
+    """Three workers, of which the second leaves when `step` steps are committed."""
+    # Told before one commit they leave at the next.
+    held = [At(local_rank=rank, point="begin", step=step - 2, action="hold") for rank in range(3)]
+    return train(Script(folder=folder, happenings=held, **settings), 3, change_when_held([0, 2], 3))
+
+
+def same(one: Story, other: Story) -> bool:
+    assert len(one.ends()) == len(other.ends()) > 0
+    return [{**end, "pid": 0} for end in one.ends()] == [{**end, "pid": 0} for end in other.ends()]
+
+
+@pytest.mark.parametrize(
+    ("point", "held"),
+    [
+        pytest.param("begin", {}, id="before backward"),
+        pytest.param("backward", {}, id="after backward"),
+        pytest.param("stepped", {2: "stepped"}, id="between step and commit, a survivor there too"),
+        pytest.param("stepped", {0: "stepped!", 2: "stepped!"}, id="between step and commit, as all"),
+        pytest.param("stepped", {0: "stepped", 2: "backward"}, id="one has applied the step, one has not"),
+        pytest.param("stepped", {2: "backward"}, id="a survivor a step behind"),
+        pytest.param("stepped", {2: "between"}, id="a survivor a step behind, between optimizers"),
+    ],
+)
+def test_a_loss_ends_with_the_bits_of_a_polite_leave_at_the_highest_step(
+    tmp_path: Path, point: str, held: dict[int, str]
+) -> None:
+    happenings = [At(local_rank=1, point=point, step=3)]
+    for rank, where in held.items():
+        action = "talk" if where.endswith("!") else "hold"
+        happenings.append(At(local_rank=rank, point=where.rstrip("!"), step=3, action=action))
+    lost = train(Script(folder=tmp_path / "lost", happenings=happenings), 3)
+    left = leave_at(tmp_path / "left", step=3 if point == "begin" else 4)
+    assert same(lost, left)
+    assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(1)
+
+
+def test_optimizers_that_have_stepped_do_not_step_again(tmp_path: Path) -> None:
+    """Of two optimizers one has stepped on one survivor and on the dead: the next World steps the other."""
+    happenings = [
+        At(local_rank=1, point="between", step=3),
+        At(local_rank=0, point="between", step=3, action="hold"),
+        At(local_rank=2, point="backward", step=3, action="hold"),
+    ]
+    lost = train(Script(folder=tmp_path / "lost", happenings=happenings), 3)
+    assert [end["steps"] for end in lost.ends()] == [6, 6]
+    assert lost.ends()[0]["weights"] == lost.ends()[1]["weights"]
+    assert sorted(lost.applied_samples()) == all_samples(1)
+
+
+def test_a_newcomer_gets_the_state_and_survivors_stay_as_they_are(tmp_path: Path) -> None:
+    """One is lost, and its replacement joins at a boundary."""
+
+    def replace(agent: FakeAgent, folder: Path) -> None:
+        agent.run_until(lambda: bool(agent.losses))
+        newcomer = agent.start_newcomer(1)
+        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
+        agent.change([0, 2, 1], polite=True)
+
+    lost = At(local_rank=1, point="stepped", step=3)
+    joined = At(local_rank=0, point="begin", step=9, action="hold")
+    script = Script(folder=tmp_path / "job", epochs=4, happenings=[lost, joined], workers=1)
+    story = train(script, 3, replace)
+    ends = story.ends()
+    assert [end["steps"] for end in ends] == [24, 24, 24]
+    assert {end["generation"] for end in ends} == {3}
+    assert len({str(end["weights"]) for end in ends}) == 1
+    assert len({end["rate"] for end in ends}) == 1
+    assert len({str(end["random"]) for end in ends}) == 3
+    assert sorted(story.applied_samples()) == all_samples(4)
+
+
+@pytest.mark.parametrize("policy", ["constant", "fixed_per_worker"])
+def test_a_job_shrinks_to_one_and_grows_again(tmp_path: Path, policy: str) -> None:
+    def shrink_and_grow(agent: FakeAgent, folder: Path) -> None:
+        agent.run_until(lambda: agent.workers[0].generation == 2)
+        newcomer = agent.start_newcomer(1)
+        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
+        agent.change([0, 1], polite=True)
+
+    happenings = [
+        At(local_rank=1, point="begin", step=5),
+        At(local_rank=0, point="begin", step=7, action="hold"),
+    ]
+    script = Script(folder=tmp_path / "job", epochs=3, happenings=happenings, policy=policy)
+    story = train(script, 2, shrink_and_grow)
+    one, other = story.ends()
+    assert one["steps"] == other["steps"]
+    assert one["weights"] == other["weights"]
+    assert sorted(story.applied_samples()) == all_samples(3)
+
+
+RELAXED = [
+    LocalSGD(local_steps=2),
+    DiLoCo(local_steps=2),
+    Decentralized(),
+    LowPrecisionDecentralized(),
+    AsyncModelAverage(),
+]
+
+
+@pytest.mark.parametrize("algorithm", RELAXED, ids=lambda algorithm: algorithm.name)
+def test_ranks_out_of_step_repeat_no_sample_of_a_survivor(tmp_path: Path, algorithm: Algorithm) -> None:
+    """What a lost worker had trained on alone is all that may be missing, and a newcomer joins."""
+
+    def replace(agent: FakeAgent, folder: Path) -> None:
+        agent.run_until(lambda: bool(agent.losses))
+        newcomer = agent.start_newcomer(1)
+        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
+        agent.change([0, 2, 1], polite=True)
+
+    lost = At(local_rank=1, point="stepped", step=3)
+    held = At(local_rank=0, point="begin", step=30, action="hold")
+    # An epoch is longer than ranks can be apart.
+    script = Script(
+        folder=tmp_path / "job", epochs=3, happenings=[lost, held], algorithm=algorithm, batch_size=1
+    )
+    story = train(script, 3, replace)
+    ends = story.ends()
+    assert len(ends) == 3
+    assert len({end["steps"] for end in ends}) == len({end["rate"] for end in ends}) == 1
+    trained = story.trained_samples()
+    assert len(trained) == len(set(trained))
+    missing = set(all_samples(3)) - set(trained)
+    assert missing <= set(story.samples_of_the_dead())
+
+
+@pytest.mark.parametrize(
+    "algorithm", [ByteGrad(error_feedback=True), "sparse", "power_sgd", QAdam(), QAdam(bits=1)], ids=str
+)
+@pytest.mark.parametrize("point", ["begin", "stepped"])
+def test_what_error_feedback_owes_is_that_of_the_last_commit(
+    tmp_path: Path, algorithm: str | Algorithm, point: str
+) -> None:
+    happenings = [At(local_rank=1, point=point, step=3)]
+    lost = train(Script(folder=tmp_path / "lost", happenings=happenings, algorithm=algorithm), 3)
+    left = leave_at(tmp_path / "left", step=3 if point == "begin" else 4, algorithm=algorithm)
+    assert same(lost, left)
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(At(local_rank=0, point="sends", step=3), id="who sends"),
+        pytest.param(At(local_rank=2, point="receives", step=0, started_in=0), id="who receives"),
+    ],
+)
+def test_a_loss_while_the_state_is_sent_harms_nobody_else(tmp_path: Path, killed: At) -> None:
+    def join(agent: FakeAgent, folder: Path) -> None:
+        newcomer = agent.start_newcomer(2)
+        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 2)
+        agent.change([0, 1, 2], polite=True)
+
+    held = [At(local_rank=rank, point="begin", step=1, action="hold") for rank in range(2)]
+    story = train(Script(folder=tmp_path / "job", happenings=[*held, killed]), 2, join)
+    one, other = story.ends()
+    assert one["weights"] == other["weights"]
+    assert one["steps"] == other["steps"] == 8
+    assert sorted(story.applied_samples()) == all_samples(1)
+
+
+def test_the_newest_checkpoint_is_loaded_where_no_whole_copy_is_left(tmp_path: Path) -> None:
+    def join(agent: FakeAgent, folder: Path) -> None:
+        newcomer = agent.start_newcomer(1)
+        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
+        agent.change([0, 1], polite=True)
+
+    happenings = [
+        At(local_rank=0, point="begin", step=3, action="hold"),
+        At(local_rank=0, point="sends", step=4),
+    ]
+    script = Script(folder=tmp_path / "job", happenings=happenings, checkpoints=tmp_path / "checkpoints")
+    story = train(script, 1, join)
+    (end,) = story.ends()
+    assert end["steps"] == 16
+    (newcomer,) = [log for log in story.logs.values() if log[-1]["what"] == "end"]
+    # The one of the last commit may have been on its way.
+    assert newcomer[1]["step"] in (2, 4)
+
+
+def test_an_error_of_the_script_ends_its_worker_and_no_other(tmp_path: Path) -> None:
+    happenings = [At(local_rank=1, point="begin", step=3, action="raise")]
+    story = train(Script(folder=tmp_path / "job", happenings=happenings), 3)
+    assert [end["steps"] for end in story.ends()] == [6, 6]
+    assert sorted(story.applied_samples()) == all_samples(1)
