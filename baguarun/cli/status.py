@@ -11,7 +11,9 @@ from typing import Any
 
 from baguarun.cli.console import show
 from baguarun.cli.job_line import JobLine, ago, store_options, table
+from baguarun.elastic.membership.job import UNLIMITED_RESTARTS
 from baguarun.elastic.membership.report import JobReport, NodeReport, read_job
+from baguarun.elastic.membership.stragglers import Pace, straggling
 from baguarun.errors import UsageError
 from baguarun.launcher.reach import ask_about
 
@@ -54,6 +56,7 @@ def to_json(report: JobReport) -> dict[str, Any]:
         if world
         else None,
         "nodes": [asdict(node) | {"state": node.state.value} for node in report.nodes],
+        "workers": [asdict(pace) | {"straggles": pace in straggling(report.paces)} for pace in report.paces],
         "events": [asdict(event) for event in report.events],
         "outcome": asdict(outcome) if outcome else None,
     }
@@ -73,7 +76,9 @@ def to_text(report: JobReport, now_s: float) -> str:
     lines.append(
         f"  nodes: {summary.num_registered} here ({spec.min_nodes} to {spec.max_nodes} wanted{scaled})"
     )
-    lines.append(f"  restarts: {world.restart_count if world else 0} of {spec.max_restarts} used")
+    restarts = str(world.restart_count if world else 0)
+    limit = ", no limit" if spec.max_restarts == UNLIMITED_RESTARTS else f" of {spec.max_restarts} used"
+    lines.append(f"  restarts: {restarts}{limit}")
     if report.note:
         lines.append(f"  waiting: {report.note}")
     if summary.outcome is not None:
@@ -83,15 +88,25 @@ def to_text(report: JobReport, now_s: float) -> str:
         head = ("  node", "rank", "state", "workers", "registered", "address", "id")
         lines += ["", *table([head, *(_row(node, now_s) for node in report.nodes)])]
         lines += ["* leads"] if any(node.leads for node in report.nodes) else []
+    lines += _pace_lines(report.paces)
     if report.events:
         rows = [(f"  {ago(now_s, e.time_s)}", f"World {e.generation}", e.text) for e in report.events]
         lines += ["", "what happened:", *table(rows)]
     return "\n".join(lines)
 
 
+def _pace_lines(paces: Sequence[Pace]) -> list[str]:
+    slow = straggling(paces)
+    rows = [("  rank", "steps", "busy per step", "")]
+    for pace in paces:
+        busy = "" if pace.busy_s is None else f"{pace.busy_s:.3g} s"
+        rows.append((f"  {pace.rank}", str(pace.steps), busy, "straggler" if pace in slow else ""))
+    return ["", *table(rows)] if paces else []
+
+
 def _row(node: NodeReport, now_s: float) -> tuple[str, ...]:
     ranks = ""
-    if node.first_rank is not None:
+    if node.first_rank is not None and node.slots:
         last = node.first_rank + node.slots - 1
         ranks = f"{node.first_rank}" if node.slots == 1 else f"{node.first_rank}-{last}"
     since = "" if node.registered_s is None else ago(now_s, node.registered_s)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from baguarun.contract import Failure, World
@@ -17,6 +18,7 @@ from baguarun.elastic.membership.events import (
     Dismissed,
     Expelled,
     Finished,
+    Invited,
     MembershipEvent,
     Prepare,
     Start,
@@ -27,7 +29,7 @@ from baguarun.elastic.membership.events import (
 from baguarun.elastic.membership.session import Session
 from baguarun.errors import JobFailedError
 from baguarun.launcher.addresses import free_port
-from baguarun.launcher.local_workers import LocalWorkers
+from baguarun.launcher.local_workers import LocalWorkers, StoppableWorkers
 from baguarun.launcher.meeting import Meeting
 from baguarun.launcher.metrics import AgentStatus
 
@@ -48,12 +50,12 @@ class JobOverError(JobFailedError):
         """Nothing failed: somebody ended the job on purpose."""
 
 
-class Agent:
+class NodeAgent(ABC):
     """One node of a job that meets in a store. Threads: one event loop."""
 
     def __init__(
         self,
-        workers: LocalWorkers,
+        workers: StoppableWorkers,
         status: AgentStatus,
         say: Callable[[str], None],
         *,
@@ -63,7 +65,6 @@ class Agent:
         self._status = status
         self._say = say
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._watch: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None]
         self._store_lost = False
         self._finished: Finished | None = None
@@ -88,7 +89,8 @@ class Agent:
         give_up = asyncio.create_task(self._give_up_without_store(), name="give up")
         signalled = asyncio.create_task(signals.get(), name="signals")
         serve = asyncio.create_task(meeting.keep_serving(), name="serve")
-        tasks: tuple[asyncio.Task[Any], ...] = (member, follow, give_up, serve, signalled)
+        own = [asyncio.create_task(work) for work in self._own_work(session)]
+        tasks: tuple[asyncio.Task[Any], ...] = (member, follow, give_up, serve, signalled, *own)
         self._broken = asyncio.get_running_loop().create_future()
         self._dismissed = asyncio.get_running_loop().create_future()
         try:
@@ -101,7 +103,7 @@ class Agent:
                 signalled.cancel()
                 await self._leave(session, meeting, self._dismissed.result(), signals)
                 return 0
-            for ended in (self._broken, give_up, serve, follow, member):
+            for ended in (self._broken, give_up, serve, follow, member, *own):
                 if ended.done():
                     ended.result()
             ending = asyncio.create_task(self._end(session, meeting, (follow, member)), name="end")
@@ -113,7 +115,7 @@ class Agent:
                 self._hurry.set()
             return await ending
         finally:
-            self._stop_watching()
+            self._forget_workers()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,10 +133,14 @@ class Agent:
                     told = self._failure.summary() if self._failure else ""
                     news = reason.removeprefix(told).lstrip(" ;")
                     self._say(f"baguarun: generation {generation}: {news}")
-                await self._stop_workers(self._shutdown_timeout_s)
-                await session.acknowledge(generation, free_port())
+                await self._prepare(session, event)
             case Start(world):
-                await self._start_workers(session, world)
+                if world.num_nodes > 1 or world.generation > 1:
+                    self._say(f"baguarun: generation {world.generation}: {describe(world)}")
+                await self._start(session, world)
+                self._status.enter(world.generation, world.world_size, time.monotonic())
+                self._status.workers_running = world.local_world_size
+                self._status.restarts_total = world.restart_count
             case Finished():
                 self._finished = event
                 await self._stop_workers(0.0 if event.at_once else self._shutdown_timeout_s)
@@ -155,44 +161,41 @@ class Agent:
                 self._say(f"baguarun: {reason}; stopping the workers and joining again")
                 # No grace: the others went on without us; a late checkpoint of ours would overwrite theirs.
                 await self._stop_workers(0.0)
+                self._lose_place()
             case Dismissed(reason):
                 self._dismissed.set_result(reason)
+            case Invited():
+                await self._accept(event)
 
-    async def _start_workers(self, session: Session, world: World) -> None:
-        if world.num_nodes > 1 or world.generation > 1:
-            self._say(f"baguarun: generation {world.generation}: {describe(world)}")
-        await self._workers.start(world)
-        self._status.enter(world.generation, world.world_size, time.monotonic())
-        self._status.workers_running = world.local_world_size
-        self._status.restarts_total = world.restart_count
-        self._watch = asyncio.create_task(self._watch_workers(session, world), name="watch")
-        self._watch.add_done_callback(self._watch_ended)
+    # -- what restarting and resizing in place do differently
 
-    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
-        """A watch that breaks (the keeper was killed) ends the agent: it is blind from here on."""
-        if not watch.cancelled() and (error := watch.exception()) and not self._broken.done():
-            self._broken.set_exception(error)
+    @abstractmethod
+    async def _prepare(self, session: Session, event: Prepare) -> None:
+        """See `Prepare`."""
 
-    async def _watch_workers(self, session: Session, world: World) -> None:
-        result = await self._workers.wait()
-        self._status.workers_running = 0
-        if result.failure is None:
-            await session.report_done(world.generation)
-        else:
-            self._failure = result.failure
-            self._say(f"baguarun: {self._failure.summary()}")
-            await session.report_failure(result.failure, retry_free=result.port_in_use)
+    @abstractmethod
+    async def _start(self, session: Session, world: World) -> None:
+        """Have this node's workers train in `world`."""
+
+    @abstractmethod
+    def _forget_workers(self) -> None:
+        """What becomes of the workers from here on is our own doing and nobody's failure."""
+
+    def _own_work(self, session: Session) -> tuple[Coroutine[Any, Any, None], ...]:
+        """What else is to run as long as the agent does; never returns but by raising."""
+        return ()
+
+    async def _accept(self, event: Invited) -> None:
+        raise RuntimeError("only workers that are resized in place are started before they have a place")
+
+    @abstractmethod
+    def _lose_place(self) -> None:
+        """The node is no member of a World any more."""
 
     async def _stop_workers(self, grace_s: float) -> None:
-        self._stop_watching()
+        self._forget_workers()
         await self._workers.stop(grace_s)
         self._status.workers_running = 0
-
-    def _stop_watching(self) -> None:
-        """What becomes of the workers from here on is our own doing and nobody's failure."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
 
     async def _give_up_without_store(self) -> None:
         """Returns never; raises when neither workers nor a store are left to wait for."""
@@ -217,7 +220,7 @@ class Agent:
         # What membership still has to say is for those who stay.
         self._leaving = True
         await session.leave(why)
-        self._stop_watching()
+        self._forget_workers()
         hurried = await stop_or_hurry(self._workers, self._shutdown_timeout_s, signals)
         if meeting.serves_others and not hurried:
             self._say(
@@ -246,8 +249,59 @@ class Agent:
         return finished.exit_code
 
 
+class Agent(NodeAgent):
+    """Workers are stopped and started anew with each World."""
+
+    def __init__(
+        self,
+        workers: LocalWorkers,
+        status: AgentStatus,
+        say: Callable[[str], None],
+        *,
+        shutdown_timeout_s: float,
+    ) -> None:
+        super().__init__(workers, status, say, shutdown_timeout_s=shutdown_timeout_s)
+        self._group = workers
+        self._watch: asyncio.Task[None] | None = None
+
+    async def _prepare(self, session: Session, event: Prepare) -> None:
+        await self._stop_workers(self._shutdown_timeout_s)
+        await session.acknowledge(event.generation, free_port())
+
+    async def _start(self, session: Session, world: World) -> None:
+        await self._group.start(world)
+        self._watch = asyncio.create_task(self._watch_workers(session, world), name="watch")
+        self._watch.add_done_callback(self._watch_ended)
+
+    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """A watch that breaks (the keeper was killed) ends the agent: it is blind from here on."""
+        if not watch.cancelled() and (error := watch.exception()) and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _watch_workers(self, session: Session, world: World) -> None:
+        result = await self._group.wait()
+        self._status.workers_running = 0
+        if result.failure is None:
+            await session.report_done(world.generation)
+        else:
+            self._failure = result.failure
+            self._say(f"baguarun: {self._failure.summary()}")
+            await session.report_failure(result.failure, retry_free=result.port_in_use)
+
+    def _forget_workers(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _lose_place(self) -> None:
+        self._forget_workers()
+
+
 def describe(world: World) -> str:
     """`2 nodes, 4 workers; this is node 1, ranks 2 to 3`."""
+    if not world.local_world_size:
+        nodes, workers = _count(world.num_nodes, "node"), _count(world.world_size, "worker")
+        return f"{nodes}, {workers}; none of them is on this node"
     last = world.first_rank + world.local_world_size - 1
     ranks = f"ranks {world.first_rank} to {last}" if world.local_world_size > 1 else f"rank {last}"
     nodes, workers = _count(world.num_nodes, "node"), _count(world.world_size, "worker")
@@ -258,7 +312,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-async def stop_or_hurry(workers: LocalWorkers, grace_s: float, signals: asyncio.Queue[int]) -> bool:
+async def stop_or_hurry(workers: StoppableWorkers, grace_s: float, signals: asyncio.Queue[int]) -> bool:
     """Stop the workers; a second signal meanwhile kills them at once. Returns whether there was one."""
     stop = asyncio.create_task(workers.stop(grace_s))
     hurry = asyncio.create_task(signals.get())

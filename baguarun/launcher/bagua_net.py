@@ -1,4 +1,4 @@
-"""The transport's settings for workers: `--bagua-net`, by which NCCL loads our plugin, and the job's secret.
+"""The transport's settings for workers: the plugin for NCCL (`--bagua-net`), the job's secret, signs of life.
 
 Variables of the process are all that NCCL needs, so this works for any program that the launcher starts.
 """
@@ -9,12 +9,15 @@ import os
 from pathlib import Path
 
 from baguarun.errors import SetupError, UsageError
-from baguarun.launcher.settings import RunSettings
+from baguarun.launcher.settings import ElasticMode, RunSettings
 
 PLUGIN = Path(__file__).resolve().parents[1] / "lib" / "libnccl-net-baguanet.so"
 """Built with the package (scripts/nccl_plugin.py)."""
 SECRET = "BAGUA_NET_SECRET"
+BEAT_TIMEOUT = "BAGUA_NET_BEAT_TIMEOUT_S"
 _NAME = "BaguaNet"
+_BEATS_OF_DETECTION = 0.5
+"""Of the detection time: a silence is found up to a quarter later, and the rest is for meeting again."""
 _LONGEST_PATH = 254
 """NCCL cuts what is longer, and then looks for another file."""
 
@@ -58,6 +61,8 @@ def worker_environ(settings: RunSettings, job_secret: str) -> dict[str, str]:
     environ = _plugin_environ() if settings.bagua_net else {}
     if job_secret and not settings.environ.get(SECRET):
         environ[SECRET] = job_secret
+    if settings.elastic is ElasticMode.IN_PLACE and not settings.environ.get(BEAT_TIMEOUT):
+        environ[BEAT_TIMEOUT] = f"{_BEATS_OF_DETECTION * settings.detect_timeout_s:g}"
     return environ
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import shlex
 
-from baguarun.elastic.membership.job import JobSpec
+from baguarun.elastic.membership.job import UNLIMITED_RESTARTS, JobSpec
 from baguarun.launcher.bagua_net import SECRET
-from baguarun.launcher.settings import CommandKind, RunSettings
+from baguarun.launcher.settings import CommandKind, ElasticMode, RunSettings
 
 
 def job_spec(settings: RunSettings) -> JobSpec:
@@ -22,6 +22,7 @@ def job_spec(settings: RunSettings) -> JobSpec:
         max_restarts=settings.max_restarts,
         digest=hashlib.sha256(_canonical(settings).encode()).hexdigest()[:32],
         summary=_summary(settings),
+        in_place=settings.elastic is ElasticMode.IN_PLACE,
     )
 
 
@@ -55,7 +56,10 @@ def _summary(settings: RunSettings) -> str:
     algorithm = f" --algorithm {settings.algorithm}" if settings.algorithm else ""
     network = " --bagua-net" if settings.bagua_net else ""
     secret = f"{SECRET}=*** " if _has_secret(settings) else ""
+    restarts = ""
+    if settings.max_restarts != UNLIMITED_RESTARTS:
+        restarts = f"--max-restarts {settings.max_restarts} "
     return (
-        f"{secret}--nnodes {settings.min_nodes}:{settings.max_nodes} --max-restarts {settings.max_restarts} "
+        f"{secret}--nnodes {settings.min_nodes}:{settings.max_nodes} {restarts}"
         f"--elastic {settings.elastic.value}{algorithm}{network} {command}"
     )

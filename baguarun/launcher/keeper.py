@@ -33,6 +33,9 @@ class SpawnRequest:
     """The whole environment of the process; its PATH finds `argv[0]`."""
     stdout_fd: int
     stderr_fd: int
+    control_fd: int | None = None
+    """The worker's end of its control channel, a third descriptor of the caller's; the worker's `CONTROL_FD`.
+    With one, what the worker leaves in its process group is killed when it ends: the others live on."""
     cwd: str | None = None
     """Working directory, None for the agent's."""
     cpus: tuple[int, ...] = ()
@@ -112,17 +115,19 @@ class Keeper:
             "env": dict(request.env),
             "cwd": request.cwd,
             "cpus": request.cpus,
+            "control": request.control_fd is not None,
         }
-        answer = await self._ask(message, (request.stdout_fd, request.stderr_fd))
+        fds = (request.stdout_fd, request.stderr_fd)
+        answer = await self._ask(message, fds if request.control_fd is None else (*fds, request.control_fd))
         if answer["op"] == "refused":
             raise _refusal(request, answer["stage"], answer["error"])
         process = answer["process"]
         assert isinstance(process, KeeperProcess)
         return process
 
-    async def signal(self, process: KeeperProcess, signum: int) -> None:
-        """Send a signal to the process's group; nothing happens if it has ended."""
-        await self._send({"op": "signal", "pid": process.pid, "signum": signum})
+    async def signal(self, process: KeeperProcess, signum: int, *, alone: bool = False) -> None:
+        """Send a signal to the process's group, or to it alone; nothing happens if it has ended."""
+        await self._send({"op": "signal", "pid": process.pid, "signum": signum, "alone": alone})
 
     async def stop_all(self, grace_s: float) -> tuple[LeftBehind, ...]:
         """SIGTERM, after `grace_s` SIGKILL, for every descendant; returns those that could not be ended.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -31,6 +32,9 @@ ORPHAN_GRACE_S = 2.0
 
 KILL_BOUND_S = 5.0
 """Time between SIGKILL and giving a process up as stuck in the kernel."""
+
+CONTROL_FD = 100
+"""Number of the control channel in a worker: above what the keeper and shells use themselves."""
 
 _WAIT_TICK_S = 0.25
 """How often a stop looks for new orphans; the end of a worker is noticed at once."""
@@ -66,6 +70,8 @@ class KeeperLoop:
         self._received_fds: deque[int] = deque()
         self._workers: set[int] = set()
         self._groups: set[int] = set()
+        self._replaceable: set[int] = set()
+        """Workers whose groups end with them; the others' end with the next stop."""
         self._starting: dict[int, _Starting] = {}
         self._stop: _Stop | None = None
         self._left_behind: set[int] = set()
@@ -119,12 +125,13 @@ class KeeperLoop:
 
     def _handle(self, message: Message) -> None:
         if message["op"] == "spawn":
-            stdout_fd, stderr_fd = self._received_fds.popleft(), self._received_fds.popleft()
-            self._start(message, stdout_fd, stderr_fd)
+            count = 3 if message["control"] else 2
+            self._start(message, tuple(self._received_fds.popleft() for _ in range(count)))
         elif message["op"] == "signal":
             if message["pid"] in self._workers:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(message["pid"], message["signum"])
+                    send = os.kill if message["alone"] else os.killpg
+                    send(message["pid"], message["signum"])
         elif message["op"] == "stop":
             kill_at_s = time.monotonic() + message["grace_s"]
             if self._stop is None:
@@ -140,22 +147,24 @@ class KeeperLoop:
         except (BrokenPipeError, ConnectionResetError):
             self._agent_gone = True
 
-    def _start(self, message: Message, stdout_fd: int, stderr_fd: int) -> None:
+    def _start(self, message: Message, worker_fds: tuple[int, ...]) -> None:
         keeper_pid = os.getpid()
         report_read_fd, report_write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             pid = os.fork()
         except OSError as error:
-            for fd in (stdout_fd, stderr_fd, report_write_fd, report_read_fd):
+            for fd in (*worker_fds, report_write_fd, report_read_fd):
                 os.close(fd)
             reason = os.strerror(error.errno or 0)
             self._send({"op": "refused", "id": message["id"], "stage": "fork", "error": reason})
             return
         if pid == 0:
-            _become_worker(message, keeper_pid, (stdout_fd, stderr_fd), report_write_fd)
-        for fd in (stdout_fd, stderr_fd, report_write_fd):
+            _become_worker(message, keeper_pid, worker_fds, report_write_fd)
+        for fd in (*worker_fds, report_write_fd):
             os.close(fd)
         self._workers.add(pid)
+        if message["control"]:
+            self._replaceable.add(pid)
         self._groups.add(pid)
         self._starting[report_read_fd] = _Starting(message["id"], pid)
         self._poller.register(report_read_fd, select.POLLIN)
@@ -177,6 +186,7 @@ class KeeperLoop:
         alive = True
         while True:
             try:
+                self._kill_groups_of_dead()
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 alive = False
@@ -196,6 +206,14 @@ class KeeperLoop:
             self._send({"op": "exits", "time_s": time.time(), "exits": self._exits})
             self._exits = []
         return alive
+
+    def _kill_groups_of_dead(self) -> None:
+        """Before the dead are reaped: until then nobody else can have got the group's number."""
+        for pid in tuple(self._replaceable):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self._replaceable.discard(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _advance_stop(self) -> None:
         stop = self._stop
@@ -260,7 +278,7 @@ def _kill(processes: Iterable[linux.ProcessInfo], signum: int) -> None:
 
 
 def _become_worker(
-    message: Message, keeper_pid: int, output_fds: tuple[int, int], report_fd: int
+    message: Message, keeper_pid: int, worker_fds: tuple[int, ...], report_fd: int
 ) -> NoReturn:
     """In the forked child: turn into the worker, or report the step that failed and leave."""
     stage = "prepare"
@@ -274,8 +292,10 @@ def _become_worker(
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output_fds[0], 1)
-        os.dup2(output_fds[1], 2)
+        os.dup2(worker_fds[0], 1)
+        os.dup2(worker_fds[1], 2)
+        if message["control"]:
+            _move_to_control_fd(worker_fds[2], report_fd)
         stage = "cwd"
         if message["cwd"] is not None:
             os.chdir(message["cwd"])
@@ -290,6 +310,13 @@ def _become_worker(
         os.write(report_fd, json.dumps({"stage": stage, "error": str(error)}).encode())
     finally:
         os._exit(_NEVER_STARTED)
+
+
+def _move_to_control_fd(fd: int, report_fd: int) -> None:
+    if CONTROL_FD in (fd, report_fd):
+        # Descriptors that a program opens get the lowest free numbers: the keeper has a handful.
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    os.dup2(fd, CONTROL_FD)
 
 
 def run_keeper(channel: socket.socket) -> NoReturn:

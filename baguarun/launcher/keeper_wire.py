@@ -1,6 +1,7 @@
 """Messages between agent and keeper: a length, then JSON; file descriptors travel beside a spawn message.
 
-    agent → keeper   {"op": "spawn", "id", "argv", "env", "cwd", "cpus"} + 2 descriptors (stdout, stderr)
+    agent → keeper   {"op": "spawn", "id", "argv", "env", "cwd", "cpus", "control"}
+                         + 2 descriptors (stdout, stderr), or 3 if "control"
                      {"op": "signal", "pid", "signum"}
                      {"op": "stop", "id", "grace_s"}
     keeper → agent   {"op": "spawned", "id", "pid"}

@@ -152,33 +152,40 @@ class Logs:
         self._stderr = Console(stderr_fd, "stderr")
         self._pump = LogPump(self._stderr)
 
-    def open_worker(self, *, generation: int, rank: int, local_rank: int) -> WorkerLog:
-        """Make a worker's pipes and files; reading starts at once."""
+    def open_worker(
+        self, *, generation: int, rank: int, local_rank: int, is_newcomer: bool = False
+    ) -> WorkerLog:
+        """Make a worker's pipes and files; reading starts at once.
+
+        A newcomer has no rank yet: it is named by its local rank, and by the generation that runs.
+        """
+        name = f"local rank {local_rank}" if is_newcomer else f"rank {rank}"
+        label = f"new {local_rank}" if is_newcomer else str(rank)
         directory = None
         if self._job_dir is not None:
-            directory = self._job_dir / f"generation-{generation}" / f"rank-{rank}"
+            directory = self._job_dir / f"generation-{generation}" / name.replace(" ", "-")
         fds: list[int] = []
         streams: list[PumpedStream] = []
         for stream, console in ((STDOUT, self._stdout), (STDERR, self._stderr)):
             read_fd, write_fd = _make_pipe()
             fds.append(write_fd)
-            name = "stdout" if stream == STDOUT else "stderr"
+            kind = "stdout" if stream == STDOUT else "stderr"
             pumped = PumpedStream(
                 read_fd=read_fd,
-                name=f"{name} of rank {rank}",
-                file=LogFile(directory / f"{name}.log") if directory else None,
+                name=f"{kind} of {name}",
+                file=LogFile(directory / f"{kind}.log") if directory else None,
                 console=console,
                 shown=self._settings.on_console(local_rank, stream),
-                lines=ConsoleLines(self._prefix(rank, console)),
+                lines=ConsoleLines(self._prefix(label, rank, console)),
             )
             streams.append(pumped)
             self._pump.add(pumped)
         return WorkerLog(directory, (streams[0], streams[1]), (fds[0], fds[1]))
 
-    def _prefix(self, rank: int, console: Console) -> bytes:
+    def _prefix(self, label: str, rank: int, console: Console) -> bytes:
         if not self._settings.prefix:
             return b""
-        text = f"[{self._node}:{rank}]"
+        text = f"[{self._node}:{label}]"
         color = console.is_terminal if self._settings.color is None else self._settings.color
         if color:
             text = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m"

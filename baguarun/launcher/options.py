@@ -167,14 +167,32 @@ OPTIONS: tuple[Option, ...] = (
         name="elastic",
         metavar="restart|in-place",
         group=ELASTIC,
-        help="what happens to workers when nodes come or go (restart)",
+        help="what happens to workers when others come or go (restart)",
+    ),
+    Option(
+        name="spares",
+        metavar="N",
+        group=ELASTIC,
+        help="in place: workers per node that wait, warm, to replace lost ones (0)",
+    ),
+    Option(
+        name="hang-timeout",
+        metavar="auto|off|SECONDS",
+        group=ELASTIC,
+        help="in place: how long a step may take (auto: by the steps before, at least 60)",
+    ),
+    Option(
+        name="on-hang",
+        metavar="report|remove",
+        group=ELASTIC,
+        help="in place: what happens to the worker whose step takes longer (report)",
     ),
     Option(
         name="max-restarts",
         metavar="N",
         group=ELASTIC,
         pet="MAX_RESTARTS",
-        help="failures that the whole job survives by restarting its workers (0)",
+        help="worker failures that the job survives (0; in place: any, while it gets on)",
     ),
     Option(
         name="detect-timeout",
@@ -313,12 +331,6 @@ OPTIONS: tuple[Option, ...] = (
         group=TORCHRUN,
         pet="VIRTUAL_LOCAL_RANK",
         refusal="not here: every worker sees all devices; take yours by LOCAL_RANK",
-    ),
-    Option(
-        name="spares",
-        metavar="N",
-        group=ELASTIC,
-        refusal="not yet",
     ),
 )
 

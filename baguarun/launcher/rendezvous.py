@@ -10,7 +10,7 @@ from typing import TypeAlias
 from baguarun.errors import UsageError
 from baguarun.launcher.command_line import Given
 from baguarun.launcher.rdzv_conf import etcd_url, is_host
-from baguarun.launcher.settings import NO_JOB_ID, RdzvBackend, RunSettings, without_password
+from baguarun.launcher.settings import NO_JOB_ID, ElasticMode, RdzvBackend, RunSettings, without_password
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""
@@ -62,6 +62,16 @@ _THREE_WAYS = """\
 
 def choose_rendezvous(settings: RunSettings) -> Rendezvous:
     """The one meeting place that the settings name; `UsageError` when they name none or two that differ."""
+    place = _choose(settings)
+    if isinstance(place, Static) and settings.elastic is ElasticMode.IN_PLACE:
+        raise UsageError(
+            f"--elastic=in-place, --master-addr={place.master_addr}: want a place where nodes can agree "
+            "on who is there: --store, --rdzv-backend c10d or, for one node, --standalone"
+        )
+    return place
+
+
+def _choose(settings: RunSettings) -> Rendezvous:
     if settings.standalone:
         return _standalone(settings)
     if settings.store is not None:

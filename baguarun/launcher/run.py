@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING
 from baguarun.contract import Failure
 from baguarun.elastic.membership.events import Finished
 from baguarun.elastic.membership.job import NodeOffer
+from baguarun.elastic.membership.prober import UdpProber
 from baguarun.elastic.membership.settings import MembershipSettings
 from baguarun.errors import JobFailedError
 from baguarun.launcher.addresses import node_address
-from baguarun.launcher.agent import Agent, JobOverError, stop_or_hurry
+from baguarun.launcher.agent import Agent, JobOverError, NodeAgent, stop_or_hurry
 from baguarun.launcher.binding import BindingPlan, plan_binding, read_topology, resolve_slots
+from baguarun.launcher.crew import Crew
 from baguarun.launcher.failure import format_report
+from baguarun.launcher.hang_watch import HangSettings
+from baguarun.launcher.in_place_agent import InPlaceAgent, InPlaceSettings
 from baguarun.launcher.jobspec import job_spec
 from baguarun.launcher.keeper import Keeper
 from baguarun.launcher.local_workers import LocalWorkers
@@ -36,7 +40,7 @@ from baguarun.launcher.rendezvous import (
     Static,
     choose_rendezvous,
 )
-from baguarun.launcher.settings import RunSettings
+from baguarun.launcher.settings import ElasticMode, OnHang, RunSettings
 from baguarun.launcher.static import static_world
 
 if TYPE_CHECKING:
@@ -87,13 +91,15 @@ class _Node:
 
     async def _run(self) -> int:
         metrics = MetricsServer(self._status)
-        workers: LocalWorkers | None = None
+        workers: LocalWorkers | Crew | None = None
         try:
             if self._settings.metrics_port is not None:
                 port = await metrics.start(self._settings.metrics_port)
                 self._logs.say(f"baguarun: metrics at http://127.0.0.1:{port}/metrics")
-            workers = LocalWorkers(self._settings, self._binding(), self._keeper, self._logs)
+            kind = Crew if self._settings.elastic is ElasticMode.IN_PLACE else LocalWorkers
+            workers = kind(self._settings, self._binding(), self._keeper, self._logs)
             if isinstance(self._rendezvous, Static):
+                assert isinstance(workers, LocalWorkers)
                 return await self._run_static(workers)
             return await self._run_member(workers, self._rendezvous)
         except JobFailedError as error:
@@ -108,7 +114,7 @@ class _Node:
             await self._logs.close()
 
     async def _run_member(
-        self, workers: LocalWorkers, place: Embedded | ExternalStore | EndpointStore
+        self, workers: LocalWorkers | Crew, place: Embedded | ExternalStore | EndpointStore
     ) -> int:
         meeting = Meeting(place, self._settings, self._logs.say, self._keeper.spare)
         try:
@@ -121,15 +127,26 @@ class _Node:
                 signum = await self._signals.get()
                 self._logs.say(f"baguarun: {signal.Signals(signum).name}: leaving before the job has begun")
                 return 128 + signum
-            session = Session(
-                store, job_spec(self._settings), self._offer(place), self._membership_settings()
-            )
-            agent = Agent(
-                workers, self._status, self._logs.say, shutdown_timeout_s=self._settings.shutdown_timeout_s
-            )
-            return await agent.run(session, meeting, self._signals)
+            offer, membership = self._offer(place), self._membership_settings()
+            prober = self._prober(offer, membership)
+            session = Session(store, job_spec(self._settings), offer, membership, prober)
+            return await self._agent(workers).run(session, meeting, self._signals)
         finally:
             await meeting.close()
+
+    def _agent(self, workers: LocalWorkers | Crew) -> NodeAgent:
+        settings, say = self._settings, self._logs.say
+        if isinstance(workers, LocalWorkers):
+            return Agent(workers, self._status, say, shutdown_timeout_s=settings.shutdown_timeout_s)
+        in_place = InPlaceSettings(
+            slots=self._slots,
+            spares=settings.spares,
+            detect_timeout_s=settings.detect_timeout_s,
+            shutdown_timeout_s=settings.shutdown_timeout_s,
+            node=settings.node_name,
+            hangs=HangSettings(limit=settings.hang_limit, removes=settings.on_hang is OnHang.REMOVE),
+        )
+        return InPlaceAgent(workers, self._status, say, in_place)
 
     async def _open(self, meeting: Meeting) -> EtcdStore | None:
         """The meeting place, however long it takes to appear; None if a signal came first."""
@@ -148,7 +165,9 @@ class _Node:
 
     def _binding(self) -> BindingPlan:
         environ = self._settings.environ
-        plan = plan_binding(self._slots, read_topology(environ), self._settings.bind, environ)
+        plan = plan_binding(
+            self._slots + self._settings.spares, read_topology(environ), self._settings.bind, environ
+        )
         for notice in plan.notices:
             self._logs.say(f"baguarun: {notice}")
         return plan
@@ -167,6 +186,19 @@ class _Node:
         return MembershipSettings(
             detect_timeout_s=self._settings.detect_timeout_s, join_timeout_s=self._settings.join_timeout_s
         )
+
+    def _prober(self, offer: NodeOffer, membership: MembershipSettings) -> UdpProber | None:
+        """Nodes that can be alone in a job have nobody to ask, and long detection times need no probes."""
+        if not membership.probes or self._settings.max_nodes == 1:
+            return None
+        try:
+            return UdpProber(offer.address, membership.probe_interval_s, membership.suspect_s)
+        except OSError as error:
+            self._logs.say(
+                f"baguarun: warning: no UDP socket for probes on {offer.address}: {error}; a lost node "
+                f"is found by its lease of {membership.lease_ttl_s} s only"
+            )
+            return None
 
     def _report(self, error: JobFailedError, failure: Failure | None) -> None:
         """The last words of every agent: who failed first in the whole cluster."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baguarun.elastic.membership.job import UNLIMITED_RESTARTS
 from baguarun.errors import UsageError
 from baguarun.launcher import rdzv_conf
 from baguarun.launcher.binding import BindingPolicy
@@ -26,6 +27,7 @@ from baguarun.launcher.command_line import (
     read_environment,
 )
 from baguarun.launcher.options import OPTIONS
+from baguarun.launcher.step_clock import HangLimit
 
 NO_JOB_ID = "none"
 """torchrun's name for a job that got none; fine as long as the job has its store to itself."""
@@ -44,6 +46,13 @@ class ElasticMode(enum.Enum):
 
     RESTART = "restart"
     IN_PLACE = "in-place"
+
+
+class OnHang(enum.Enum):
+    """What happens to a worker that hangs; its stacks are written in any case."""
+
+    REMOVE = "remove"
+    REPORT = "report"
 
 
 class RdzvBackend(enum.Enum):
@@ -113,7 +122,14 @@ class RunSettings:
     elastic: ElasticMode = ElasticMode.RESTART
     """What happens to workers when the World changes."""
     max_restarts: int = 0
-    """Failures that the whole job survives, counted for the job and not per node."""
+    """Failures that the whole job survives, counted for the job and not per node. In place, unless it is
+    given, only failing without progress ends the job."""
+    spares: int = 0
+    """In place: workers beyond the node's slots that wait to take the place of a lost one."""
+    hang_timeout: str | None = None
+    """In place: `auto`, `off` or seconds that a step may take; None means `auto`."""
+    on_hang: OnHang | None = None
+    """In place: what happens to a worker whose step takes longer; None means that it is reported."""
     detect_timeout_s: float = 5.0
     """Silence after which a node is lost; lease, abort and settle times are derived from it."""
     join_timeout_s: float = 600.0
@@ -142,10 +158,7 @@ class RunSettings:
         self._check_names()
         self._check_times()
         self._check_output()
-        if self.elastic is ElasticMode.IN_PLACE:
-            raise UsageError(
-                "--elastic=in-place: not yet: workers cannot be resized in place; use --elastic restart"
-            )
+        self._check_in_place()
 
     def _check_sizes(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -166,6 +179,39 @@ class RunSettings:
                 f"--max-restarts={self.max_restarts}: want 0 or more; 0 ends the job at its first failure"
             )
 
+    @property
+    def hang_limit(self) -> HangLimit | None:
+        """In place: how long a step may take; None: nobody looks."""
+        if self.hang_timeout in (None, "auto", "off"):
+            return None if self.hang_timeout == "off" else HangLimit()
+        return HangLimit(fixed_s=Given(self.hang_timeout, "--hang-timeout").seconds())
+
+    def _check_in_place(self) -> None:
+        limit = self.hang_limit
+        if limit is not None and limit.fixed_s is not None:
+            _want_seconds("--hang-timeout", limit.fixed_s, at_least=1.0)
+        if self.spares < 0:
+            raise UsageError(f"--spares={self.spares}: want 0 or more")
+        if self.elastic is not ElasticMode.IN_PLACE:
+            if self.spares:
+                raise UsageError(
+                    f"--spares={self.spares}: want --elastic in-place with it; a restart needs no spares"
+                )
+            for flag, value in (
+                ("--hang-timeout", self.hang_timeout),
+                ("--on-hang", self.on_hang and self.on_hang.value),
+            ):
+                if value is not None:
+                    raise UsageError(
+                        f"{flag}={value}: want --elastic in-place with it; other workers do not tell their "
+                        "agent when they have done a step"
+                    )
+        elif self.command_kind is CommandKind.PROGRAM:
+            raise UsageError(
+                "--elastic=in-place, --no-python: want one of them; a worker that is resized in place is a "
+                "Python script that calls baguarun.elastic.run"
+            )
+
     def _check_names(self) -> None:
         want_word("--job-id", self.job_id)
         want_word("--node-name", self.node_name)
@@ -183,8 +229,7 @@ class RunSettings:
                 raise UsageError(f"--store: {error}") from error
 
     def _check_times(self) -> None:
-        # 2 s is the shortest lease that etcd grants.
-        _want_seconds("--detect-timeout", self.detect_timeout_s, at_least=2.0)
+        _want_seconds("--detect-timeout", self.detect_timeout_s, at_least=0.5)
         _want_seconds("--join-timeout", self.join_timeout_s, at_least=1.0)
         _want_seconds("--shutdown-timeout", self.shutdown_timeout_s, at_least=0.0)
 
@@ -302,6 +347,8 @@ def _merge(given: Mapping[str, Given], line: CommandLine, environ: Mapping[str, 
     for name, kind in _CHOICES.items():
         if name in given:
             values[name.replace("-", "_")] = given[name].choice(kind)
+    if values.get("elastic") is ElasticMode.IN_PLACE:
+        values.setdefault("max_restarts", UNLIMITED_RESTARTS)
     values["standalone"] = "standalone" in given
     values["bagua_net"] = "bagua-net" in given
     if "bind" in given:
@@ -328,11 +375,13 @@ _TEXTS = (
     "redirects",
     "local-ranks-filter",
     "timeline",
+    "hang-timeout",
 )
-_NUMBERS = ("master-port", "node-rank", "max-restarts", "metrics-port")
+_NUMBERS = ("master-port", "node-rank", "max-restarts", "metrics-port", "spares")
 _SECONDS = ("detect-timeout", "join-timeout", "shutdown-timeout")
 _CHOICES: Mapping[str, type[enum.Enum]] = {
     "elastic": ElasticMode,
+    "on-hang": OnHang,
     "rdzv-backend": RdzvBackend,
 }
 

@@ -96,14 +96,14 @@ class WorkerGroup:
         opened: list[WorkerLog] = []
         try:
             for command in commands:
-                _clear_error_file(command.error_file)
+                clear_error_file(command.error_file)
                 rank = world.first_rank + command.local_rank
                 opened.append(
                     logs.open_worker(generation=world.generation, rank=rank, local_rank=command.local_rank)
                 )
             started = await asyncio.gather(
                 *(
-                    keeper.spawn(_request(command, log))
+                    keeper.spawn(spawn_request(command, log))
                     for command, log in zip(commands, opened, strict=True)
                 ),
                 return_exceptions=True,
@@ -196,9 +196,14 @@ class WorkerGroup:
         """Whether rank 0's own words say that it could not bind the World's port."""
         if self._world.first_rank != 0:
             return False
-        port = re.compile(rf"\b{self._world.master_port}\b")
-        lines = "\n".join(self._workers[0].log.tail()).splitlines()
-        return any(_IN_USE.search(line) and port.search(line) for line in lines)
+        return says_port_in_use(self._workers[0].log, self._world.master_port)
+
+
+def says_port_in_use(log: WorkerLog, port: int) -> bool:
+    """Whether a worker's last words are that it could not bind that port."""
+    number = re.compile(rf"\b{port}\b")
+    lines = "\n".join(log.tail()).splitlines()
+    return any(_IN_USE.search(line) and number.search(line) for line in lines)
 
 
 def _order_of_failure(worker: _Worker) -> tuple[float, bool]:
@@ -206,19 +211,20 @@ def _order_of_failure(worker: _Worker) -> tuple[float, bool]:
     return worker.failed_at_s(), notice is None or notice.signal not in _CRASHES
 
 
-def _request(command: WorkerCommand, log: WorkerLog) -> SpawnRequest:
+def spawn_request(command: WorkerCommand, log: WorkerLog, control_fd: int | None = None) -> SpawnRequest:
     stdout_fd, stderr_fd = log.write_fds
     return SpawnRequest(
         argv=command.argv,
         env=command.env,
         stdout_fd=stdout_fd,
         stderr_fd=stderr_fd,
+        control_fd=control_fd,
         cwd=command.cwd,
         cpus=command.cpus,
     )
 
 
-def _clear_error_file(path: str) -> None:
+def clear_error_file(path: str) -> None:
     if not path:
         return
     try:

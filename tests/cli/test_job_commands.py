@@ -12,9 +12,10 @@ from baguarun.cli.jobs import to_json as jobs_to_json
 from baguarun.cli.main import main
 from baguarun.cli.scale import answer
 from baguarun.cli.status import to_json, to_text
-from baguarun.elastic.membership.job import JobSpec
+from baguarun.elastic.membership.job import UNLIMITED_RESTARTS, JobSpec
 from baguarun.elastic.membership.records import Happening, Outcome, WorldRecord
 from baguarun.elastic.membership.report import JobReport, JobState, JobSummary, NodeReport, NodeState
+from baguarun.elastic.membership.stragglers import Pace
 
 SPEC = JobSpec(
     job_id="demo", min_nodes=1, max_nodes=4, max_restarts=3, digest="d", summary="--nnodes 1:4 train.py"
@@ -96,6 +97,11 @@ def test_a_report_of_a_job_that_has_ended_before_it_began() -> None:
     ]
 
 
+def test_a_job_whose_workers_may_restart_for_ever_has_no_number_for_it() -> None:
+    summary = replace(REPORT.summary, spec=replace(SPEC, max_restarts=UNLIMITED_RESTARTS))
+    assert "  restarts: 1, no limit" in to_text(replace(REPORT, summary=summary), 1000.0).splitlines()
+
+
 def test_a_report_for_programs_is_json_and_holds_no_secret() -> None:
     text = json.dumps(to_json(REPORT))
     assert "hush" not in text
@@ -104,6 +110,19 @@ def test_a_report_for_programs_is_json_and_holds_no_secret() -> None:
     assert [node["state"] for node in found["nodes"]] == ["running", "lost", "standby"]
     assert found["events"][0] == {"time_s": 100.0, "generation": 1, "text": "all nodes are here"}
     assert "hush" not in json.dumps(jobs_to_json(REPORT.summary))
+
+
+def test_a_report_of_a_job_in_place_names_the_straggler() -> None:
+    slow = Pace(2, 3, 79, 0.1234)
+    report = replace(REPORT, paces=(Pace(0, 3, 80, 0.04), Pace(1, 3, 80, 0.042), slow))
+    text = """
+  rank  steps  busy per step
+  0     80     0.04 s
+  1     80     0.042 s
+  2     79     0.123 s        straggler
+"""
+    assert text in to_text(report, 1000.0)
+    assert [worker["straggles"] for worker in to_json(report)["workers"]] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,11 @@ def test_the_real_environment_counts(agent: FakeAgent, monkeypatch: pytest.Monke
         (["--nnodes", "4:1", "train.py"], "--nnodes=4:1: want 1 <= MIN <= MAX"),
         (["--nnodes", "2", "train.py"], "--nnodes=2: want to know where the nodes meet"),
         (["--store", "etcd://e", "--master-addr", "n", "train.py"], "--store=etcd://e, --master-addr=n: "),
-        (["--elastic", "in-place", "train.py"], "--elastic=in-place: not yet"),
-        (["--spares", "1", "train.py"], "--spares: not yet"),
+        (
+            ["--elastic", "in-place", "--master-addr", "n", "train.py"],
+            "--elastic=in-place, --master-addr=n: want a place where nodes can agree",
+        ),
+        (["--spares", "1", "train.py"], "--spares=1: want --elastic in-place"),
         (["-m", "no_such_module_here"], "-m no_such_module_here: no module named"),
         (
             ["--no-python", "no-such-program-here"],

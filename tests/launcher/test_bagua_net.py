@@ -8,7 +8,7 @@ import pytest
 from baguarun.errors import SetupError, UsageError
 from baguarun.launcher import bagua_net
 from baguarun.launcher.bagua_net import check, worker_environ
-from baguarun.launcher.settings import RunSettings
+from baguarun.launcher.settings import ElasticMode, RunSettings
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,17 @@ def test_the_job_s_secret_reaches_workers_with_and_without_the_plugin() -> None:
 def test_a_secret_of_the_user_s_is_kept() -> None:
     assert worker_environ(settings(bagua_net=False, BAGUA_NET_SECRET="mine"), "s") == {}
     assert worker_environ(settings(bagua_net=False, BAGUA_NET_SECRET=""), "s") == {"BAGUA_NET_SECRET": "s"}
+
+
+def test_workers_that_go_on_in_place_give_signs_of_life_often_enough_for_the_detection_time() -> None:
+    def beats(**environ: str) -> str | None:
+        in_place = RunSettings(
+            script="x", elastic=ElasticMode.IN_PLACE, detect_timeout_s=0.5, environ=environ
+        )
+        return worker_environ(in_place, "").get("BAGUA_NET_BEAT_TIMEOUT_S")
+
+    assert beats() == "0.25"
+    assert beats(BAGUA_NET_BEAT_TIMEOUT_S="7") is None, "the user's is inherited"
 
 
 def test_the_user_is_told_once_how_to_see_that_nccl_uses_it(plugin: Path) -> None:

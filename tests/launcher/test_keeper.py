@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import pytest
 
 from baguarun.errors import JobFailedError, SetupError, UsageError
 from baguarun.launcher.keeper import Keeper, KeeperProcess, SpawnRequest
+from baguarun.launcher.keeper_process import CONTROL_FD
 
 TREE = str(Path(__file__).with_name("process_tree.py"))
 TREE_SIZE = 7
@@ -96,6 +98,29 @@ def test_a_worker_starts_with_a_clean_slate(as_agent):
         return out
 
     assert as_agent(scenario) == b"clean /proc [0]\n"
+
+
+def test_a_worker_with_a_control_channel_has_its_end_and_takes_its_group_with_it(as_agent):
+    script = "import socket, subprocess, sys; child = subprocess.Popen(['sleep', '1000'], close_fds=False)"
+    script += f"; socket.socket(fileno={CONTROL_FD}).sendall(str(child.pid).encode()); child.wait()"
+
+    async def scenario():
+        keeper = Keeper.fork()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            worker = await spawn(keeper, sys.executable, "-c", script, control_fd=theirs.fileno())
+            other = await spawn(keeper, "sleep", "1000")
+        child = int((await asyncio.to_thread(ours.recv, 100)).decode())
+        await keeper.signal(worker, signal.SIGTERM)
+        notice = await worker.exited
+        # Its pipe end was the child's, too: the end of the file is the child's end.
+        gone = await asyncio.to_thread(ours.recv, 100)
+        lives_on = not other.exited.done()
+        await keeper.stop_all(0)
+        await keeper.close()
+        return notice.signal, gone, os.path.exists(f"/proc/{child}"), lives_on
+
+    assert as_agent(scenario) == (signal.SIGTERM, b"", False, True)
 
 
 def test_arguments_and_environment_arrive_byte_for_byte(as_agent):

@@ -11,12 +11,14 @@ from baguarun.launcher.options import OPTIONS
 from baguarun.launcher.settings import (
     CommandKind,
     ElasticMode,
+    OnHang,
     RdzvBackend,
     RunRequest,
     RunSettings,
     read_settings,
     without_password,
 )
+from baguarun.launcher.step_clock import HangLimit
 
 
 def request(*words: str, **environ: str) -> RunRequest:
@@ -53,6 +55,13 @@ EFFECTS: list[tuple[list[str], dict[str, Any]]] = [
     (["--local-addr", "10.0.0.1"], {"local_addr": "10.0.0.1"}),
     (["--node-name", "n7"], {"node_name": "n7"}),
     (["--elastic", "restart"], {"elastic": ElasticMode.RESTART}),
+    (["--elastic", "in-place"], {"elastic": ElasticMode.IN_PLACE, "max_restarts": 2**31 - 1}),
+    (["--elastic", "in-place", "--spares", "2"], {"spares": 2}),
+    (["--elastic", "in-place"], {"hang_limit": HangLimit(), "on_hang": None}),
+    (["--elastic", "in-place", "--hang-timeout", "off"], {"hang_limit": None}),
+    (["--elastic", "in-place", "--hang-timeout", "9.5"], {"hang_limit": HangLimit(fixed_s=9.5)}),
+    (["--elastic", "in-place", "--on-hang", "report"], {"on_hang": OnHang.REPORT}),
+    (["--elastic", "in-place", "--max-restarts", "0"], {"max_restarts": 0}),
     (["--max-restarts", "4"], {"max_restarts": 4}),
     (["--detect-timeout", "2.5"], {"detect_timeout_s": 2.5}),
     (["--join-timeout", "7"], {"join_timeout_s": 7.0}),
@@ -134,9 +143,10 @@ REFUSED = [
     (["--node-rank", "1"], r"--node-rank=1: want 0 <= N < 1.*--nnodes"),
     (["--node-rank", "x"], r"--node-rank=x: want a whole number"),
     (["--max-restarts", "-1"], r"--max-restarts=-1: want 0"),
-    (["--elastic", "in-place"], r"--elastic=in-place: not yet"),
+    (["--elastic", "in-place", "--no-python"], r"--elastic=in-place, --no-python: want one of them"),
+    (["--elastic", "in-place", "--spares", "-1"], r"--spares=-1: want 0 or more"),
     (["--elastic", "often"], r"--elastic=often: want one of restart, in-place"),
-    (["--detect-timeout", "1"], r"--detect-timeout=1: want seconds, at least 2"),
+    (["--detect-timeout", "0.4"], r"--detect-timeout=0.4: want seconds, at least 0.5"),
     (["--detect-timeout", "nan"], r"--detect-timeout=nan: want seconds"),
     (["--join-timeout", "inf"], r"--join-timeout=inf: want seconds"),
     (["--shutdown-timeout", "soon"], r"--shutdown-timeout=soon: want a number of seconds"),
@@ -160,7 +170,11 @@ REFUSED = [
     (["--master-port", "-1"], r"--master-port=-1: want a port"),
     (["--no-python", "-m"], r"--no-python, --module: want one of them"),
     (["--no-python", "--run-path"], r"--no-python, --run-path: want one of them"),
-    (["--spares", "1"], r"^--spares: not yet$"),
+    (["--spares", "1"], r"^--spares=1: want --elastic in-place with it"),
+    (["--hang-timeout", "auto"], r"^--hang-timeout=auto: want --elastic in-place with it"),
+    (["--on-hang", "remove"], r"^--on-hang=remove: want --elastic in-place with it"),
+    (["--elastic", "in-place", "--hang-timeout", "0.5"], r"--hang-timeout=0.5: want seconds, at least 1"),
+    (["--elastic", "in-place", "--hang-timeout", "long"], r"--hang-timeout=long: want .*seconds"),
     (["--virtual-local-rank"], r"--virtual-local-rank: not here: .*LOCAL_RANK"),
     (["--event-log-handler", "db"], r"--event-log-handler: not here"),
     (["--logs-specs", "mine"], r"--logs-specs: not here: use --log-dir"),
@@ -175,7 +189,6 @@ REFUSED = [
         ["--rdzv-conf", "join_timeout=3", "--join-timeout", "4"],
         r"--join-timeout=4, --rdzv-conf=.*want one of them",
     ),
-    (["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=1"], r"--detect-timeout=1: want seconds"),
 ]
 
 

@@ -1,0 +1,454 @@
+"""One node of a job whose workers go on in the next World: what each of them is told, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baguarun.contract import ControlMessage, Topic, World
+from baguarun.elastic.membership.events import Invited, Prepare
+from baguarun.elastic.membership.records import FailureReport, InPlaceState, Process
+from baguarun.elastic.membership.session import Session
+from baguarun.launcher.addresses import free_port
+from baguarun.launcher.agent import NodeAgent
+from baguarun.launcher.crew import Crew, Worker
+from baguarun.launcher.hang_watch import HangSettings, HangWatch
+from baguarun.launcher.meeting import Meeting
+from baguarun.launcher.metrics import AgentStatus
+from baguarun.launcher.paces import Paces
+from baguarun.launcher.workers import says_port_in_use
+
+_NO_SURVIVOR_S = 1.0
+"""Where no local worker can say that the World makes progress: after this a lost one is replaced."""
+_MAX_PAUSE_S = 30.0
+"""Between two starts of newcomers that fail one after the other."""
+_PING_PART = 1 / 8
+"""Of the detection time, between two questions to a worker: so much later at most is its silence noticed."""
+_PACES_EVERY_S = 10.0
+"""Between two words to the store about how steps go."""
+_LATE_S = 60.0
+"""A worker that has not entered `baguarun.elastic.run` so long after its start is spoken of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPlaceSettings:
+    slots: int
+    spares: int
+    """Workers beyond `slots` that wait to take the place of a lost one."""
+    detect_timeout_s: float
+    """A worker whose control thread is silent for so long is killed."""
+    shutdown_timeout_s: float
+    node: str
+    """Its name."""
+    hangs: HangSettings
+
+
+class InPlaceAgent(NodeAgent):
+    """Threads: one event loop."""
+
+    def __init__(
+        self, crew: Crew, status: AgentStatus, say: Callable[[str], None], settings: InPlaceSettings
+    ) -> None:
+        super().__init__(crew, status, say, shutdown_timeout_s=settings.shutdown_timeout_s)
+        self._crew = crew
+        self._settings = settings
+        self._hangs = HangWatch(crew, settings.node, say, settings.hangs)
+        self._paces = Paces()
+        self._session: Session
+        self._place_in: Prepare | None = None
+        """The newest World that we are a member of, live or not."""
+        self._world: World | None = None
+        """The same, once it is live."""
+        self._acknowledged = 0
+        self._secret = ""
+        self._may_start_newcomers = False
+        self._refilling: asyncio.TimerHandle | None = None
+        self._filling = asyncio.Lock()
+        self._round = 0
+        """Counts what makes newcomers that are still to be started pointless."""
+        self._newcomers = 0
+        self._failed_newcomers = 0
+        self._done = False
+        """A worker has finished its training: nobody is replaced any more."""
+        self._going = False
+        self._lost: tuple[Process, ...] = ()
+        self._steps = 0
+        self._stepped = 0
+        """Newest generation in which one of our workers has committed a step."""
+        self._state = InPlaceState()
+        self._failures: dict[Process, FailureReport] = {}
+        """Of workers that the newest World counted on."""
+        self._changed = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._said_late = False
+        crew.on_message = self._hear
+        crew.on_end = self._see_end
+
+    def _own_work(self, session: Session) -> tuple[Coroutine[Any, Any, None], ...]:
+        self._session = session
+        return self._tell_state(session), self._ping(), self._tell_paces(session)
+
+    # -- what membership says
+
+    async def _prepare(self, session: Session, event: Prepare) -> None:
+        self._place_in, self._world, self._secret = event, None, event.net_secret
+        self._may_start_newcomers = False
+        self._stop_refilling()
+        if event.in_place:
+            await self._tell_workers(event)
+        else:
+            await self._stop_workers(self._shutdown_timeout_s)
+            await session.acknowledge(event.generation, free_port())
+        self._failures = {p: report for p, report in self._failures.items() if p in event.workers}
+        self._lost = tuple(p for p in event.workers if event.in_place and p not in self._crew.living)
+        self._update()
+        self._acknowledge_if_ready()
+
+    async def _tell_workers(self, event: Prepare) -> None:
+        for worker in tuple(self._crew.living.values()):
+            if worker.id in event.workers:
+                if worker.generation and worker.port is None:
+                    topic = Topic.SWITCH if event.polite else Topic.ABORT
+                    worker.tell(topic, event.generation, event.reason)
+                    if topic is Topic.ABORT:
+                        self._hangs.told_to_stop(worker)
+            elif worker.generation and event.leaving:
+                if not event.polite:
+                    # There is no boundary to come to any more; LEAVE alone ends nothing that is under way.
+                    worker.tell(Topic.ABORT, event.generation, event.reason)
+                    self._hangs.told_to_stop(worker)
+                worker.tell(Topic.LEAVE, event.generation, event.reason)
+            elif worker.generation:
+                # It had not entered yet, so the World was formed without it.
+                worker.unwanted = True
+                await self._crew.kill(worker)
+
+    async def _start(self, session: Session, world: World) -> None:
+        place = self._place_in
+        assert place is not None
+        self._world = world
+        if world.in_place:
+            for process in place.workers:
+                if process in self._crew.living:
+                    if not self._crew.living[process].generation:
+                        self._failed_newcomers = 0
+                    self._crew.living[process].enter(world)
+        else:
+            await self._crew.start_fresh(world, place.workers)
+        self._may_start_newcomers = True
+        self._update()
+        if not place.workers:
+            self._refill_later(_NO_SURVIVOR_S)
+
+    async def _accept(self, event: Invited) -> None:
+        self._secret = event.net_secret
+        self._may_start_newcomers = True
+        self._refill_later(0.0)
+
+    def _lose_place(self) -> None:
+        self._place_in = self._world = None
+        self._may_start_newcomers = False
+        self._stop_refilling()
+        self._lost, self._failures = (), {}
+        self._update()
+
+    def _forget_workers(self) -> None:
+        self._stop_refilling()
+
+    def _acknowledge_if_ready(self) -> None:
+        place = self._place_in
+        if place is None or not place.in_place or not place.workers:
+            return
+        if self._acknowledged == place.generation:
+            return
+        workers = [self._crew.living.get(process) for process in place.workers]
+        if all(worker is not None and worker.port is not None for worker in workers):
+            self._acknowledged = place.generation
+            assert workers[0] is not None
+            self._spawn(self._session.acknowledge(place.generation, workers[0].port))
+
+    # -- what workers say
+
+    def _hear(self, worker: Worker, message: ControlMessage) -> None:
+        body = message.body
+        self._hangs.hear(worker, message)
+        if message.topic is Topic.PROGRESS:
+            self._paces.progressed(worker.id, body)
+        match message.topic:
+            case Topic.READY:
+                if body["generation"] == worker.generation or worker.told > worker.generation:
+                    worker.port = body["port"]
+                worker.steps = body["steps"]
+                self._enter(worker)
+                self._acknowledge_if_ready()
+            case Topic.PROGRESS:
+                self._enter(worker)
+                if body.get("begins"):
+                    # Of a newcomer: those that the others have made.
+                    worker.steps = body["steps"]
+                self._note_progress(worker, body["generation"], body["steps"])
+            case Topic.SUSPECT:
+                self._suspect(body)
+            case Topic.PONG:
+                pass
+            case Topic.WORLD | Topic.ABORT | Topic.SWITCH | Topic.LEAVE | Topic.PING:
+                self._say(f"baguarun: rank {worker.rank} sent {message.topic.name}, which only agents send")
+
+    def _enter(self, worker: Worker) -> None:
+        if not worker.entered:
+            worker.entered = True
+            self._update()
+
+    def _note_progress(self, worker: Worker, generation: int, steps: int) -> None:
+        self._steps = max(self._steps, steps)
+        has_stepped, worker.steps = steps > worker.steps, steps
+        world = self._world
+        if not has_stepped or world is None or generation != world.generation:
+            return
+        self._stepped = generation
+        if self._may_start_newcomers:
+            self._may_start_newcomers = False
+            self._refill_later(0.0)
+            # One node tells for all that this World gets on.
+            if world.node_rank == 0:
+                self._update(tell_steps=True)
+
+    def _suspect(self, body: Any) -> None:
+        self._say(f"baguarun: generation {body['generation']}: communication broke: {body['reason']}")
+        generation, rank, reason = body["generation"], body["rank"], body["reason"]
+        self._spawn(self._session.report_suspicion(generation, rank, reason, silence=body["silence"]))
+
+    def _see_end(self, worker: Worker) -> None:
+        self._hangs.forget(worker)
+        self._paces.forget(worker.id)
+        if not self._crew.living:
+            self._empty.set()
+        if error := worker.process.exited.exception():
+            if not self._broken.done():
+                self._broken.set_exception(error)
+        elif not worker.unwanted:
+            self._spawn(self._take_leave_of(worker))
+        else:
+            self._update()
+            self._report_done_if_all_ended()
+            if self._world is not None and not self._may_start_newcomers:
+                self._refill_later(0.0)
+
+    async def _take_leave_of(self, worker: Worker) -> None:
+        """A worker has ended by itself, or was killed by others."""
+        if worker.exit.exit_code == 0:
+            await self._see_done(worker)
+            return
+        generation = self._place_in.generation if self._place_in else worker.generation
+        failure = await self._crew.failure_of(worker, generation)
+        self._say(f"baguarun: {failure.summary()}")
+        place, world = self._place_in, self._world
+        is_member = place is not None and worker.id in place.workers
+        if is_member or worker.generation:
+            # A leaver's, too: the others may be waiting for it.
+            self._failure = failure
+            retry_free = (
+                world is not None
+                and not world.in_place
+                and worker.rank == 0
+                and says_port_in_use(worker.log, world.master_port)
+            )
+            self._failures[worker.id] = FailureReport(failure=failure, retry_free=retry_free)
+        if is_member:
+            self._lost = tuple({*self._lost, worker.id})
+        self._update()
+        if is_member:
+            return
+        self._failed_newcomers += 1
+        if place is None or (world is not None and not self._may_start_newcomers):
+            self._refill_later(min(2.0 ** (self._failed_newcomers - 1), _MAX_PAUSE_S))
+
+    async def _see_done(self, worker: Worker) -> None:
+        place = self._place_in
+        if place is None or place.leaving:
+            self._update()
+            return
+        if not worker.entered:
+            self._say(
+                f"baguarun: rank {worker.rank} has ended without calling baguarun.elastic.run: "
+                "a script that never does is not resized in place"
+            )
+        self._done = True
+        self._stop_refilling()
+        await self._kill_newcomers()
+        self._update()
+        self._report_done_if_all_ended()
+
+    def _report_done_if_all_ended(self) -> None:
+        place = self._place_in
+        if place is None or not self._done or not place.workers:
+            return
+        if not any(process in self._crew.living or process in self._lost for process in place.workers):
+            self._status.workers_running = 0
+            self._spawn(self._session.report_done(place.generation))
+
+    async def _kill_newcomers(self) -> None:
+        """Those that have been in no World: nobody waits for them any more."""
+        for worker in tuple(self._crew.living.values()):
+            if not worker.generation:
+                worker.unwanted = True
+                await self._crew.kill(worker)
+
+    # -- what the others are told
+
+    def _update(self, *, tell_steps: bool = False) -> None:
+        self._status.workers_running = len(self._crew.living)
+        workers = self._offered()
+        state = InPlaceState(
+            workers=workers,
+            waiting=tuple(p for p in workers if not self._crew.living[p].generation),
+            lost=self._lost,
+            failure=self._first_failure(),
+            steps=self._state.steps,
+            stepped=self._state.stepped,
+            leaving=self._going,
+        )
+        if state != self._state or tell_steps:
+            self._state = replace(state, steps=self._steps, stepped=self._stepped)
+            self._changed.set()
+
+    def _first_failure(self) -> FailureReport | None:
+        """As one of the newest World, even if it happened while that was being formed."""
+        report = next(iter(self._failures.values()), None)
+        if report is None or self._place_in is None:
+            return None
+        failure = replace(report.failure, generation=self._place_in.generation)
+        return replace(report, failure=failure)
+
+    def _offered(self) -> tuple[Process, ...]:
+        """Those of the World first; spares only in place of others."""
+        place = self._place_in.workers if self._place_in else ()
+        entered = [worker.id for worker in self._crew.living.values() if worker.entered]
+        entered.sort(key=lambda process: (process not in place, process.local_rank))
+        return tuple(sorted(entered[: self._settings.slots]))
+
+    async def _tell_state(self, session: Session) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await session.report_state(self._state)
+
+    async def _tell_paces(self, session: Session) -> None:
+        while True:
+            await asyncio.sleep(_PACES_EVERY_S)
+            workers = [worker for worker in self._crew.living.values() if worker.generation]
+            found = (self._paces.of(w.id, w.rank, w.generation) for w in workers)
+            await session.report_paces([pace for pace in found if pace is not None])
+            if self._world is not None and self._world.node_rank == 0:
+                # One node tells for all.
+                for pace in self._paces.new_stragglers(await session.read_paces()):
+                    self._say(
+                        f"baguarun: rank {pace.rank} is a straggler: busy for {pace.busy_s:.3g} s of each "
+                        "step, more than 1.5 times as long as most"
+                    )
+
+    # -- newcomers
+
+    def _refill_later(self, pause_s: float) -> None:
+        """Start a newcomer for every local rank without a worker, unless things change before."""
+        self._stop_refilling()
+        loop = asyncio.get_running_loop()
+        self._refilling = loop.call_later(pause_s, lambda: self._spawn(self._refill(self._round)))
+
+    def _stop_refilling(self) -> None:
+        self._round += 1
+        if self._refilling is not None:
+            self._refilling.cancel()
+
+    async def _refill(self, this_round: int) -> None:
+        async with self._filling:
+            for local_rank in range(self._settings.slots + self._settings.spares):
+                taken = {process.local_rank for process in self._crew.living}
+                if self._round != this_round or self._done or self._going or self._leaving:
+                    return
+                if local_rank not in taken:
+                    self._newcomers += 1
+                    generation = self._place_in.generation if self._place_in else 0
+                    process = Process(local_rank, 0, self._newcomers)
+                    await self._crew.start_newcomer(process, generation, self._secret)
+
+    # -- workers that do not answer
+
+    async def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        interval_s = self._settings.detect_timeout_s * _PING_PART
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(interval_s)
+            now_s = loop.time()
+            if now_s - before_s > 2 * interval_s:
+                self._hangs.slept(now_s - before_s)
+            await self._hangs.look()
+            for worker in tuple(self._crew.living.values()):
+                if not worker.entered:
+                    self._mention_late(worker, now_s)
+                    continue
+                if now_s - before_s > 2 * interval_s:
+                    # It was us who slept.
+                    worker.heard_s = now_s
+                if worker.signs.is_lost(now_s - worker.heard_s):
+                    self._say(
+                        f"baguarun: rank {worker.rank} (pid {worker.process.pid}) has not answered for "
+                        f"{now_s - worker.heard_s:.1f} s; killing it"
+                    )
+                    await self._crew.kill(worker)
+                worker.channel.send(ControlMessage(Topic.PING, {}))
+
+    def _mention_late(self, worker: Worker, now_s: float) -> None:
+        if self._said_late or now_s - worker.started_s < _LATE_S:
+            return
+        self._said_late = True
+        self._say(
+            f"baguarun: rank {worker.rank} has not called baguarun.elastic.run for {_LATE_S:g} s; "
+            "until all workers have, nobody can join, and who fails takes the others with it"
+        )
+
+    # -- leaving
+
+    async def _leave(self, session: Session, meeting: Meeting, why: str, signals: asyncio.Queue[int]) -> None:
+        if self._world is not None and self._world.num_nodes > 1 and self._crew.living:
+            await self._leave_at_boundary(why, signals)
+        await super()._leave(session, meeting, why, signals)
+
+    async def _leave_at_boundary(self, why: str, signals: asyncio.Queue[int]) -> None:
+        """Have our workers finish their step and go, while the others go on."""
+        self._say(f"baguarun: {why}: leaving after the present step (a signal: stop the workers at once)")
+        self._going = True
+        self._stop_refilling()
+        await self._kill_newcomers()
+        self._empty.clear()
+        self._update()
+        gone = asyncio.create_task(self._empty.wait())
+        again = asyncio.create_task(signals.get())
+        answer_s = self._settings.detect_timeout_s
+        try:
+            await asyncio.wait((gone, again), timeout=answer_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._place_in is not None and self._place_in.leaving:
+                rest_s = max(self._shutdown_timeout_s - answer_s, 0.0)
+                await asyncio.wait((gone, again), timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
+            if again.done():
+                signals.put_nowait(again.result())
+        finally:
+            gone.cancel()
+            again.cancel()
+
+    # -- tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._check)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        """A task that breaks ends the agent."""
+        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
+            self._broken.set_exception(error)

@@ -1,0 +1,292 @@
+"""Jobs resized in place, from the outside: the real command line and etcd, workers that only talk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from baguarun.errors import NO_PROGRESS_EXIT_CODE
+from baguarun.launcher.options import OPTIONS
+from tests.support import fake_worker
+from tests.support.etcd_servers import EtcdServer, running, wheel_binary
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+BOUND_S = 60.0
+
+
+class Job:
+    """Nodes of one job on this machine, each an agent of its own."""
+
+    def __init__(self, folder: Path, store: EtcdServer, nnodes: str, *options: str) -> None:
+        self.notes = folder / "notes"
+        self.notes.mkdir()
+        self._folder = folder
+        self._words = ["--elastic", "in-place", "--nnodes", nnodes, "--store", str(store.url)]
+        self._words += ["--job-id", "j", "--detect-timeout", "2", "--shutdown-timeout", "5", *options]
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, *names: str, slots: int = 1) -> None:
+        variables = {variable for option in OPTIONS for variable in option.variables}
+        environ = {name: value for name, value in os.environ.items() if name not in variables}
+        environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._folder), "PYTHONUNBUFFERED": "1"}
+        for name in names:
+            words = [*self._words, "--node-name", name, "--nproc-per-node", str(slots)]
+            with open(self._folder / f"{name}.out", "w") as out:
+                self.agents[name] = subprocess.Popen(
+                    [sys.executable, "-m", "baguarun", "run", *words, fake_worker.__file__, str(self.notes)],
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+
+    def scale(self, num_nodes: int) -> None:
+        words = ["scale", "j", str(num_nodes), "--store", self._words[self._words.index("--store") + 1]]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-m", "baguarun", *words], env=environ, check=True, timeout=BOUND_S)
+
+    def node_of(self, pid: int) -> str:
+        """Name of the node whose agent started that worker."""
+        keeper = psutil.Process(psutil.Process(pid).ppid())
+        return next(name for name, agent in self.agents.items() if agent.pid == keeper.ppid())
+
+    def output(self) -> str:
+        return "\n".join(f"-- {name}\n{(self._folder / f'{name}.out').read_text()}" for name in self.agents)
+
+    def workers(self) -> dict[int, list[dict[str, Any]]]:
+        """What each worker has noted, by process id, oldest first."""
+        found = {}
+        for path in self.notes.iterdir():
+            if path.name.isdecimal():
+                lines = path.read_text().splitlines()
+                found[int(path.name)] = [json.loads(line) for line in lines if line.endswith("}")]
+        return dict(sorted(found.items(), key=lambda item: item[1][0]["time"] if item[1] else 0.0))
+
+    def until(self, condition: Callable[[dict[int, list[dict[str, Any]]]], T | None]) -> T:
+        """The first true result of `condition` on what the workers have noted."""
+        give_up_s = time.monotonic() + BOUND_S
+        while True:
+            result = condition(self.workers())
+            if result:
+                return result
+            assert time.monotonic() < give_up_s, f"{self.output()}\n{self.workers()}"
+            time.sleep(0.02)
+
+    def until_world(self, size: int, *, beyond: int = 0) -> dict[int, list[dict[str, Any]]]:
+        """All workers of a World of that size and a generation above `beyond`, once they have entered it."""
+
+        def is_there(
+            workers: dict[int, list[dict[str, Any]]],
+        ) -> dict[int, list[dict[str, Any]]] | None:
+            last = {pid: _last(notes, "start", "entered") for pid, notes in workers.items()}
+            newest = max((note["generation"] for note in last.values() if note), default=0)
+            inside = {pid: note for pid, note in last.items() if note and note["generation"] == newest}
+            ranks = sorted(note["rank"] for note in inside.values())
+            sizes = {note["world_size"] for note in inside.values()}
+            if newest > beyond and ranks == list(range(size)) and sizes == {size}:
+                return {pid: workers[pid] for pid in inside}
+            return None
+
+        return self.until(is_there)
+
+    def finish(self) -> None:
+        (self.notes / "finish").touch()
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                assert agent.wait(BOUND_S) == 0, self.output()
+
+
+def _last(notes: list[dict[str, Any]], *events: str) -> dict[str, Any] | None:
+    return next((note for note in reversed(notes) if note["event"] in events), None)
+
+
+def _events(notes: list[dict[str, Any]]) -> list[str]:
+    return [note["event"] for note in notes]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EtcdServer]:
+    with running(EtcdServer(tmp_path / "etcd", wheel_binary("etcd"))) as server:
+        yield server
+
+
+@pytest.fixture
+def job(tmp_path: Path, store: EtcdServer) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(nnodes: str, *options: str) -> Job:
+        made.append(Job(tmp_path, store, nnodes, *options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for agent in one.agents.values():
+            agent.kill()
+            agent.wait()
+        print(one.output())
+
+
+def test_a_lost_worker_is_left_out_and_its_replacement_taken_in(job: Callable[..., Job]) -> None:
+    two = job("2")
+    two.start("a", "b")
+    first = two.until_world(2)
+    victim, survivor = [pid for pid in first if first[pid][0]["rank"] == 1] + [
+        pid for pid in first if first[pid][0]["rank"] == 0
+    ]
+    killed_s = time.time()
+    os.kill(victim, signal.SIGKILL)
+    alone = two.until_world(1, beyond=1)
+    assert list(alone) == [survivor]
+    again = two.until_world(2, beyond=2)
+    notes = again[survivor]
+    told = [event for event in _events(notes) if event.isupper()]
+    assert told == ["ABORT", "WORLD", "SWITCH", "WORLD"]
+    told_s = next(note["time"] for note in notes if note["event"] == "WORLD") - killed_s
+    print(f"from the kill to WORLD at the survivor: {told_s * 1000:.0f} ms")
+    (newcomer,) = set(again) - {survivor}
+    start = again[newcomer][0]
+    assert (start["generation"], start["rank"], start["world_size"], start["port"]) == (0, 0, 1, None)
+    assert start["time"] > next(note["time"] for note in notes if note["event"] == "entered")
+    two.finish()
+
+
+def test_a_node_joins_and_leaves_while_the_other_goes_on(job: Callable[..., Job]) -> None:
+    one = job("1:2")
+    one.start("a")
+    (survivor,) = one.until_world(1)
+    one.start("b", slots=2)
+    three = one.until_world(3)
+    assert [three[pid][0]["generation"] for pid in three] == [1, 0, 0]
+    one.agents["b"].send_signal(signal.SIGTERM)
+    alone = one.until_world(1, beyond=2)
+    assert list(alone) == [survivor]
+    assert one.agents["b"].wait(BOUND_S) == 128 + signal.SIGTERM, one.output()
+    for pid in set(three) - {survivor}:
+        assert _events(one.workers()[pid])[-2:] == ["LEAVE", "left"]
+    assert "ABORT" not in _events(alone[survivor])
+    one.finish()
+
+
+def test_when_all_workers_die_all_are_started_afresh(job: Callable[..., Job]) -> None:
+    two = job("2")
+    two.start("a", "b")
+    old = two.until_world(2)
+    for pid in old:
+        os.kill(pid, signal.SIGKILL)
+    fresh = two.until(
+        lambda workers: {pid: notes for pid, notes in workers.items() if notes and notes[0]["generation"] > 1}
+    )
+    new = two.until_world(2, beyond=1)
+    assert not set(new) & set(old)
+    assert {notes[0]["generation"] for notes in fresh.values()} != {0}
+    two.finish()
+
+
+def test_failing_again_and_again_without_progress_ends_the_job(job: Callable[..., Job]) -> None:
+    two = job("2")
+    (two.notes / "fail").write_text("5")
+    two.start("a", "b")
+    for agent in two.agents.values():
+        assert agent.wait(BOUND_S) == NO_PROGRESS_EXIT_CODE, two.output()
+    assert two.output().count("baguarun: no progress: ") == 2
+    assert "ValueError: told to fail" in two.output()
+
+
+def test_a_frozen_worker_is_killed_and_replaced(job: Callable[..., Job]) -> None:
+    one = job("1")
+    one.start("a", slots=2)
+    first = one.until_world(2)
+    victim = max(first, key=lambda pid: first[pid][0]["rank"])
+    one.until(lambda workers: "trains" in _events(workers[victim]))
+    os.kill(victim, signal.SIGSTOP)
+    again = one.until_world(2, beyond=2)
+    assert victim not in again and set(first) & set(again)
+    assert re.search(r"has not answered for \d+\.\d s; killing it", one.output())
+    one.finish()
+
+
+def test_workers_end_with_their_agent_and_the_others_go_on(job: Callable[..., Job]) -> None:
+    two = job("1:2")
+    two.start("a", "b")
+    first = two.until_world(2)
+    two.agents["b"].kill()
+    (survivor,) = two.until_world(1, beyond=1)
+    (lost,) = set(first) - {survivor}
+    two.until(lambda workers: not os.path.exists(f"/proc/{lost}") and workers)
+    del two.agents["b"]
+    two.finish()
+
+
+def test_two_losses_one_after_the_other_leave_the_rest(job: Callable[..., Job]) -> None:
+    four = job("2")
+    four.start("a", "b", slots=2)
+    first = four.until_world(4)
+    victims = [pid for pid in first if first[pid][0]["rank"] in (1, 2)]
+    os.kill(victims[0], signal.SIGKILL)
+    four.until(lambda workers: any("ABORT" in _events(notes) for notes in workers.values()))
+    os.kill(victims[1], signal.SIGKILL)
+    again = four.until_world(4, beyond=2)
+    assert set(first) - set(victims) <= set(again)
+    four.finish()
+
+
+def test_a_job_is_scaled_down_and_up_again_in_place(job: Callable[..., Job]) -> None:
+    two = job("1:2")
+    two.start("a", "b")
+    two.until_world(2)
+    two.scale(1)
+    (survivor,) = two.until_world(1, beyond=1)
+    (gone,) = set(two.agents) - {two.node_of(survivor)}
+    assert two.agents.pop(gone).wait(BOUND_S) == 0, two.output()
+    two.start("c")
+    two.until(lambda workers: "standing by" in two.output() and workers)
+    two.scale(2)
+    assert survivor in two.until_world(2, beyond=2)
+    two.finish()
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker_at_once(job: Callable[..., Job]) -> None:
+    one = job("1", "--spares", "1")
+    one.start("a", slots=2)
+    first = one.until_world(2)
+    (spare,) = one.until(lambda workers: [pid for pid in workers if pid not in first])
+    one.until(lambda workers: "waits" in _events(workers[spare]))
+    os.kill(max(first), signal.SIGKILL)
+    again = one.until_world(2, beyond=1)
+    assert set(again) == {min(first), spare}
+    assert again[spare][-1]["generation"] == 2, "no World was formed without it"
+    one.finish()
+
+
+def test_a_script_that_never_enters_the_loop_is_told_of_and_ends_well(job: Callable[..., Job]) -> None:
+    one = job("1")
+    (one.notes / "stay-out").touch()
+    one.start("a")
+    assert one.agents["a"].wait(BOUND_S) == 0, one.output()
+    assert "ended without calling baguarun.elastic.run" in one.output()
+
+
+def test_a_node_that_was_frozen_comes_back_as_a_newcomer(job: Callable[..., Job]) -> None:
+    two = job("1:2")
+    two.start("a", "b")
+    first = two.until_world(2)
+    agent = two.agents["b"]
+    agent.send_signal(signal.SIGSTOP)
+    (survivor,) = two.until_world(1, beyond=1)
+    agent.send_signal(signal.SIGCONT)
+    again = two.until_world(2, beyond=2)
+    assert survivor in again and not set(first) - {survivor} & set(again)
+    two.finish()
