@@ -38,6 +38,8 @@ class Cluster:
         options: Sequence[str] = (),
         job_id: str = "job",
         meet: Sequence[str] | None = None,
+        detect_timeout_s: float = DETECT_TIMEOUT_S,
+        script: Sequence[str] = (str(STEP_WORKER),),
     ) -> Job:
         """A job of one worker per node, nothing started yet; `meet` takes the place of `--store`."""
         where = ["--store", self.etcd.url] if meet is None else list(meet)
@@ -45,9 +47,9 @@ class Cluster:
         def command(host: Host) -> list[str]:
             return [
                 *(*baguarun_command(), "run", "--nnodes", nnodes, "--nproc-per-node", "1", *where),
-                *("--job-id", job_id, "--detect-timeout", str(DETECT_TIMEOUT_S), "--shutdown-timeout", "5"),
+                *("--job-id", job_id, "--detect-timeout", str(detect_timeout_s), "--shutdown-timeout", "5"),
                 *(word.replace("{address}", host.address) for word in options),
-                str(STEP_WORKER),
+                *script,
             ]
 
         made = Job(self.scratch / f"job-{len(self.jobs)}", command)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from tests.lab import filters
 from tests.lab.namespaces import inside, is_inside, kill_all, processes, stop_all, system
 
 # No NIC of the lab has it: the bridge floods such frames and every host drops them, silently, as a broken
@@ -137,9 +138,18 @@ class Host:
         """Drop every frame from and to this host; nobody is told."""
         self._set_port_state("0")
 
+    def cut_tcp_except(self, port: int) -> None:
+        """Drop all TCP of this host but that on `port`: what is left to an agent whose store is there."""
+        filters.install(self.bridge_namespace, self.port, filters.tcp_except(port))
+
+    def cut_udp_and_tcp(self, port: int) -> None:
+        """Drop all UDP of this host, and TCP on `port`: all that an agent says whose store is there."""
+        filters.install(self.bridge_namespace, self.port, filters.udp_and_tcp(port))
+
     def heal(self) -> None:
-        """Undo `cut`."""
+        """Undo `cut`, `cut_tcp_except` and `cut_udp_and_tcp`."""
         self._set_port_state("3")
+        filters.remove(self.bridge_namespace, self.port)
 
     def cut_from(self, other: Host) -> None:
         """Drop all between this host and `other`, both ways; links to third hosts stay up."""

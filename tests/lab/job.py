@@ -15,7 +15,7 @@ from tests.lab.host import Host
 from tests.lab.steps import Step, StepLog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_ETCD_PORT = 2379
+ETCD_PORT = 2379
 
 
 def baguarun_command() -> list[str]:
@@ -36,7 +36,7 @@ class Etcd:
 
     def __init__(self, host: Host, data_dir: Path) -> None:
         self.host = host
-        self.url = f"etcd://{host.address}:{_ETCD_PORT}"
+        self.url = f"etcd://{host.address}:{ETCD_PORT}"
         self._data_dir = data_dir
         self._process: subprocess.Popen[Any] | None = None
 
@@ -44,7 +44,7 @@ class Etcd:
         program = os.environ.get("BAGUARUN_ETCD") or shutil.which("etcd")
         if program is None:
             raise FileNotFoundError("no etcd: apt-get install etcd-server, or set BAGUARUN_ETCD")
-        url = f"http://{self.host.address}:{_ETCD_PORT}"
+        url = f"http://{self.host.address}:{ETCD_PORT}"
         self._process = self.host.popen(
             [
                 *(program, "--data-dir", str(self._data_dir), "--log-level", "error"),
@@ -71,19 +71,20 @@ class Job:
         self.agents: dict[str, subprocess.Popen[Any]] = {}
         self._scratch = scratch
         self._command = command
-        self._hosts: list[Host] = []
+        self.hosts: list[Host] = []
+        """Where agents were started."""
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for host in self._hosts:
+        for host in self.hosts:
             host.crash()
 
     def start(self, *hosts: Host, env: Mapping[str, str] | None = None) -> None:
         """Start the agents of `hosts`; `env` is added to the environment."""
         for host in hosts:
-            self._hosts.append(host)
+            self.hosts.append(host)
             with self._log_path(host.name).open("ab") as output:
                 self.agents[host.name] = host.popen(
                     self._command(host),

@@ -1,14 +1,15 @@
-"""What the workers of `step_worker.py` have written: who stepped when, in which World."""
+"""What `step_worker.py` and `elastic_worker.py` have written: who stepped when, in which World."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 STEP_WORKER = Path(__file__).with_name("step_worker.py")
+ELASTIC_WORKER = Path(__file__).with_name("elastic_worker.py")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,16 @@ class Step:
     generation: int
     restart_count: int
     step: int
+    epoch: int = 0
+    samples: Sequence[int] = ()
+    """What this worker trained on in the step."""
+    loss: float = 0.0
+    commit_s: float = 0.0
+    """How long commit() took."""
+    cpu_s: float = 0.0
+    """What the worker's process has used so far."""
+    weights: int = 0
+    """A digest of weights and optimizer state."""
 
 
 class StepLog:

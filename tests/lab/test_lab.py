@@ -53,6 +53,23 @@ peer = socket.create_connection((sys.argv[1], 5001), timeout=float(sys.argv[2]))
 sys.exit(0 if peer.recv(5) == b"hello" else 1)
 """
 
+_DATAGRAM_SERVER = """
+import socket
+server = socket.socket(type=socket.SOCK_DGRAM)
+server.bind(("", 5003))
+print("listening", flush=True)
+while True:
+    server.sendto(b"hello", server.recvfrom(5)[1])
+"""
+
+_ASK_BY_DATAGRAM = """
+import socket, sys
+client = socket.socket(type=socket.SOCK_DGRAM)
+client.settimeout(float(sys.argv[2]))
+client.sendto(b"?", (sys.argv[1], 5003))
+sys.exit(0 if client.recv(5) == b"hello" else 1)
+"""
+
 _HOLDER = """
 import socket, time
 server = socket.create_server(("", 5002))
@@ -85,8 +102,8 @@ def _listen(host: Host, script: str) -> subprocess.Popen[str]:
     return server
 
 
-def _answers(asker: Host, server: Host, patience_s: float = 10.0) -> bool:
-    done = asker.run(_python(_ASK, server.address, str(patience_s)), check=False)
+def _answers(asker: Host, server: Host, patience_s: float = 10.0, ask: str = _ASK) -> bool:
+    done = asker.run(_python(ask, server.address, str(patience_s)), check=False)
     return done.returncode == 0
 
 
@@ -170,6 +187,27 @@ def test_one_pair_can_be_cut_while_others_still_talk(lab: Lab) -> None:
     assert _answers(agent, store)
 
 
+def test_the_traffic_of_workers_or_of_the_agent_alone_can_be_cut(lab: Lab) -> None:
+    server, client, _ = lab.hosts
+    _listen(server, _ECHO_SERVER)
+    _listen(server, _DATAGRAM_SERVER)
+    client.cut_tcp_except(5001)
+    assert _answers(client, server) and _answers(client, server, ask=_ASK_BY_DATAGRAM)
+    client.heal()
+    client.cut_tcp_except(80)
+    assert not _answers(client, server, patience_s=1.0)
+    assert _answers(client, server, ask=_ASK_BY_DATAGRAM)
+    client.heal()
+    client.cut_udp_and_tcp(5001)
+    assert not _answers(client, server, patience_s=1.0)
+    assert not _answers(client, server, 1.0, _ASK_BY_DATAGRAM)
+    client.heal()
+    client.cut_udp_and_tcp(80)
+    assert _answers(client, server) and not _answers(client, server, 1.0, _ASK_BY_DATAGRAM)
+    client.heal()
+    assert _answers(client, server, ask=_ASK_BY_DATAGRAM)
+
+
 def test_a_frozen_host_stops_with_all_its_descendants_and_goes_on_when_thawed(lab: Lab) -> None:
     script = "setsid sh -c 'while :; do echo tick; sleep 0.02; done' & wait"
     ticker = lab.hosts[0].popen(["sh", "-c", script], stdout=subprocess.PIPE)
@@ -225,7 +263,12 @@ with Lab(hosts=2) as lab:
 
 
 def _own_a_lab() -> tuple[subprocess.Popen[str], str, int]:
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True)
+    # A shell has what it starts in the background ignore SIGINT, and what that starts as well.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert owner.stdout is not None
     name, pid = owner.stdout.readline().split()
     return owner, name, int(pid)
