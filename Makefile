@@ -53,7 +53,7 @@ demo: setup
 	$(BIN)/baguarun run --nproc-per-node 2 examples/digits/train.py
 
 bench: setup
-	for name in startup rendezvous restart step codec net_tcp net_shm net_backend quality time_to_loss memory; do $(BIN)/python -m benchmarks.$$name; done
+	for name in startup rendezvous restart step codec net_tcp net_shm net_backend algorithms quality time_to_loss memory recovery stream chaos false_alarms; do $(BIN)/python -m benchmarks.$$name; done
 
 proto:
 	scripts/proto.sh

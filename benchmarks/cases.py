@@ -70,7 +70,7 @@ CASES: dict[str, Case] = {
     "bytegrad_feedback": Case(algorithm=ByteGrad(error_feedback=True)),
     "qadam": Case(algorithm=QAdam(), optimizer=qadam),
     "qadam_1bit": Case(algorithm=QAdam(bits=1), optimizer=qadam),
-    "sparse": Case(algorithm=Sparse()),
+    "sparse": Case(algorithm=Sparse(warmup_steps=40)),
     "power_sgd": Case(algorithm=PowerSGD(rank=_POWERSGD_RANK, start_step=10)),
     "low_precision_decentralized": Case(algorithm=LowPrecisionDecentralized(), synchronous=False),
     "decentralized": Case(algorithm=Decentralized(), synchronous=False),

@@ -1,9 +1,10 @@
 """One rank of the step benchmark: all contestants live in the same processes and take turns.
 
-A case is `ddp`, `ddp_fp16` or `ddp_powersgd`, all on Gloo; `alone`, which communicates nothing; or one of
-baguarun's algorithms, by name or as in `VARIANTS`: on its own transport, or, with `@gloo` behind the name,
-on Gloo; with `+rail` or `+flat` before that, by rail between nodes or not, whatever its default. Started by
-`benchmarks/step.py` with torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
+A case is `ddp`, `ddp_fp16` or `ddp_powersgd`, on Gloo, or, with `@baguanet` behind the name, on baguarun's
+transport; `alone`, which communicates nothing; or one of baguarun's algorithms, by name or as in `VARIANTS`:
+on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or `+flat` before that, by rail
+between nodes or not, whatever its default. Started by `benchmarks/step.py` with torchrun's variables; rank 0
+writes the blocks as JSON to `--out`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ import baguarun
 from baguarun.comm.algorithms import (
     ALGORITHMS,
     Algorithm,
+    AsyncModelAverage,
+    Decentralized,
     DiLoCo,
     LowPrecisionDecentralized,
     PowerSGD,
+    QAdam,
+    QAdamOptimizer,
     resolve,
 )
+from baguarun.comm.algorithms.async_model_average import AsyncStepper
 from baguarun.comm.algorithms.low_precision_decentralized import RingStepper
 from benchmarks.harness import rotated
 
@@ -45,11 +51,20 @@ _BATCH = 32
 
 VARIANTS: dict[str, Algorithm] = {
     "low_precision_decentralized_4bit": LowPrecisionDecentralized(bits=4),
+    "decentralized_shift_one": Decentralized(peer_selection_mode="shift_one"),
     "diloco_int8": DiLoCo(wire="int8"),
+    "diloco_overlapped": DiLoCo(wire="int8", fragments=4, delay_steps=20),
+    "qadam": QAdam(),
+    "qadam_1bit": QAdam(bits=1),
+    "qadam_run": QAdam(),
+    "qadam_1bit_run": QAdam(bits=1),
     # As the peer, so that turns are of compressed steps only.
     "power_sgd": PowerSGD(start_step=2),
 }
-"""Contestants whose settings are not the defaults."""
+"""Contestants whose settings are not the defaults. Of QAdam only compressed steps are looked at; in a `_run`,
+which begins anew with each turn, every tenth step is of the warm-up."""
+
+_STEPS_OF_RUN = 10
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,8 @@ class Block:
     step_s: float
     sent_bytes_per_step: float
     """Rank 0's NIC; on loopback all ranks' traffic divided by the ranks."""
+    rounds_per_step: float = 1.0
+    """Exchanges of weights; 1 for who exchanges something else."""
 
 
 def build_model(name: str) -> tuple[torch.nn.Module, int]:
@@ -81,17 +98,19 @@ def wrap(
     case: str, model: torch.nn.Module, gloo: dist.ProcessGroup
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model made distributed as contestant `case` does it, and its optimizer."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if case.startswith("ddp"):
+        group = None if case.endswith("@baguanet") else gloo
+        case = case.removesuffix("@baguanet")
         # On Gloo the collectives that torch's PowerSGD starts in callbacks of several buckets cross.
         cap_mb = 1024 if case == "ddp_powersgd" else None
         wrapped = DistributedDataParallel(
-            model, process_group=gloo, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
+            model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
         )
         if case == "ddp_fp16":
-            wrapped.register_comm_hook(gloo, fp16_compress_hook)
+            wrapped.register_comm_hook(group, fp16_compress_hook)
         elif case == "ddp_powersgd":
-            wrapped.register_comm_hook(PowerSGDState(gloo, start_powerSGD_iter=2), powerSGD_hook)
+            wrapped.register_comm_hook(PowerSGDState(group, start_powerSGD_iter=2), powerSGD_hook)
         return wrapped, optimizer
     if case == "alone":
         return model, optimizer
@@ -100,6 +119,8 @@ def wrap(
     algorithm: Any = VARIANTS.get(base) or resolve(base)
     if "+" in name:
         algorithm = replace(algorithm, hierarchical=_HIERARCHICAL[name.partition("+")[2]])
+    if isinstance(algorithm, QAdam):
+        optimizer = QAdamOptimizer(model.parameters(), lr=1e-5, warmup_steps=1)
     return baguarun.DistributedDataParallel(
         model,
         optimizers=[optimizer],
@@ -115,7 +136,12 @@ class Training:
     step: Callable[[], None]
     """Trains one step."""
     finish: Callable[[], None]
-    """Waits for messages that are still under way: they belong to the turn that sent them."""
+    """Waits for messages that are still under way: they belong to the turn that sent them, and so does the
+    time."""
+    drain: Callable[[], None]
+    """Waits for what nobody would wait for in training: it must not be in the next one's way."""
+    rounds: Callable[[], int] | None
+    """Exchanges of weights so far; None for who exchanges something else."""
 
 
 def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Training:
@@ -124,24 +150,44 @@ def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Traini
     wrapped, optimizer = wrap(case, model, gloo)
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = torch.randn(_BATCH, width, generator=generator)
+    ours = wrapped if isinstance(wrapped, baguarun.DistributedDataParallel) else None
+    exchanging = None if ours is None else ours._session.stepper
+    begins_anew = case.partition("@")[0].endswith("_run")
 
     def step() -> None:
+        if begins_anew and isinstance(optimizer, QAdamOptimizer) and optimizer.steps == _STEPS_OF_RUN:
+            _forget(optimizer)
         optimizer.zero_grad()
         wrapped(inputs).square().mean().backward()
         optimizer.step()
 
     def finish() -> None:
-        if isinstance(wrapped, baguarun.DistributedDataParallel):
-            exchanging = wrapped._session.stepper
-            if isinstance(exchanging, RingStepper):
-                exchanging.finish()
+        if isinstance(exchanging, RingStepper):
+            exchanging.finish()
 
-    return Training(step, finish)
+    def drain() -> None:
+        if isinstance(exchanging, AsyncStepper):
+            exchanging.pause()
+            exchanging.resume()
+
+    rounds = None if ours is None or exchanging is None else lambda: ours.stats().weight_rounds
+    return Training(step, finish, drain, rounds)
+
+
+def _forget(optimizer: QAdamOptimizer) -> None:
+    """Begin the warm-up again."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["steps"] = 0
 
 
 def period(case: str) -> int:
     """Steps after which what a case does repeats."""
     name = case.partition("@")[0].partition("+")[0]
+    if name.endswith("_run"):
+        return _STEPS_OF_RUN
+    if name == AsyncModelAverage.name:
+        return AsyncModelAverage.max_staleness_steps
     return int(getattr(VARIANTS.get(name) or ALGORITHMS.get(name), "local_steps", 1))
 
 
@@ -169,7 +215,9 @@ def timed(training: Training, steps: int) -> float:
     for _ in range(steps):
         training.step()
     training.finish()
-    return slowest((time.perf_counter() - started) / steps)
+    took_s = time.perf_counter() - started
+    training.drain()
+    return slowest(took_s / steps)
 
 
 def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> list[Block]:
@@ -186,10 +234,12 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
     for number in range(rounds):
         for case in rotated(cases, number):
             dist.barrier()
-            before = sent_bytes()
+            rounds = trainings[case].rounds or (lambda: 0)
+            before, rounds_before = sent_bytes(), rounds()
             step_s = timed(trainings[case], steps[case])
             moved = (sent_bytes() - before) / steps[case]
-            blocks.append(Block(case, number, steps[case], step_s, moved))
+            rate = (rounds() - rounds_before) / steps[case] if trainings[case].rounds else 1.0
+            blocks.append(Block(case, number, steps[case], step_s, moved, rate))
     return blocks
 
 
