@@ -101,7 +101,7 @@ def run_ranks_to_the_end(
 
 
 def leave_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Waits until every rank has come here or cannot: Gloo fails what is on its way to a rank that has ended."""
+    """Waits until all ranks have come here: Gloo fails what is on its way to, or from, one that has ended."""
     import torch.distributed as dist
 
     store.set(f"{rank} is done", "")
