@@ -52,6 +52,7 @@ class CommittedCopies:
             for value in captured.values()
             if values.is_stateful(value) and not isinstance(value, (nn.Module, torch.optim.Optimizer))
         ]
+        self._plain = [name for name, value in captured.items() if not values.is_stateful(value)]
         self._kept: list[Any] = []
         self._values: dict[str, Any] = {}
         self._tensors: list[_Copied] = []
@@ -73,9 +74,7 @@ class CommittedCopies:
         self._tensors = _copied(self._often_changed(), self._tensors)
         self._copy_frozen()
         self._kept = [values.capture(value) for value in self._objects]
-        self._values = {
-            name: values.capture(value) for name, value in captured.items() if not values.is_stateful(value)
-        }
+        self._values = {name: values.capture(captured[name]) for name in self._plain}
         self._random.take()
         for model in self._wrapped:
             model.commit()

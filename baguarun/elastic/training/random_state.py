@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import sys
 from typing import Any
 
 import torch
+
+_MT19937_BYTES = 624 * 4 + 4
+"""What numpy's default generator is made of: 624 numbers, and how many of them are used up."""
 
 
 class RandomState:
@@ -18,14 +22,25 @@ class RandomState:
         self._cuda: torch.Tensor | None = None
         self._python: Any = None
         self._numpy: Any = None
+        self._numpy_numbers = b""
 
     def take(self) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = torch.cuda.get_rng_state()
         if (numpy := sys.modules.get("numpy")) is not None:
-            self._numpy = numpy.random.get_state()
+            self._take_numpy(numpy.random)
+
+    def _take_numpy(self, generator: Any) -> None:
+        """numpy takes longest to say where it stands, and few steps draw from it."""
+        bits = generator.get_bit_generator()
+        is_usual = isinstance(bits, generator.MT19937)
+        numbers = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if is_usual else b""
+        # A normal number that numpy keeps for the next draw changes nothing else when it is drawn.
+        has_gauss = is_usual and self._numpy is not None and self._numpy[3]
+        if not is_usual or has_gauss or numbers != self._numpy_numbers:
+            self._numpy, self._numpy_numbers = generator.get_state(legacy=is_usual), numbers
 
     def put_back(self) -> None:
         if self._torch is None:

@@ -10,7 +10,8 @@ import torch
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import UsageError
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+_UNCHANGING = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (*_UNCHANGING, torch.Tensor)
 
 
 def is_stateful(value: object) -> bool:
@@ -72,6 +73,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, _UNCHANGING):
+        return value
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
