@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.agreement import Declaration, tensor_form
+from baguarun.comm.agreement import Declaration, require_same, tensor_form
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.elastic.training import values
 from baguarun.errors import UsageError
@@ -72,6 +72,30 @@ def declare(captured: Mapping[str, Any]) -> Declaration:
     return Declaration(settings=tuple(settings), tensors=tuple(tensors))
 
 
+def require_equal(captured: Mapping[str, Any], device: torch.device) -> None:
+    """Raise `UsageError` on every rank of the default group if the ranks hold different things. Collective.
+
+    Compared are names and forms, plain values, optimizers' settings and the weights of models that are not
+    wrapped, as of those that follow another one. To be called before a checkpoint is read, and never with a
+    newcomer, which has the values of a script that has just begun.
+    """
+    forms = declare(captured)
+    found = list(forms.settings)
+    for name, value in captured.items():
+        if isinstance(value, torch.optim.Optimizer):
+            for number, group in enumerate(value.param_groups):
+                settings = {key: setting for key, setting in group.items() if key != "params"}
+                found.append((f"the settings of State's '{name}', group {number}", _in_words(settings)))
+        elif isinstance(value, nn.Module):
+            if not isinstance(value, DistributedDataParallel):
+                found.append((f"the weights of State's '{name}'", _in_words(value.state_dict())))
+        elif not values.is_stateful(value):
+            found.append((f"State's '{name}'", _in_words(value)))
+    world = dist.group.WORLD
+    assert world is not None
+    require_same(Declaration(settings=tuple(found), tensors=forms.tensors), world, device)
+
+
 def digest(declaration: Declaration) -> int:
     """63 bits that tell declarations apart."""
     return int.from_bytes(hashlib.sha256(repr(declaration).encode()).digest()[:8], "little") >> 1
@@ -120,3 +144,28 @@ def _load_module(model: nn.Module, kept: Mapping[str, Any], *, buffers: bool) ->
         return
     own = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     module.load_state_dict({name: item for name, item in kept.items() if name not in own}, strict=False)
+
+
+_LONGEST = 80
+
+
+def _in_words(value: Any) -> str:
+    """Text that is the same for equal values only, of any size."""
+    text = repr(_with_digests(value))
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+def _with_digests(value: Any) -> Any:
+    """`value` with text in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tensor_form(value)} {hashlib.sha256(numbers).hexdigest()[:16]}"
+    if isinstance(value, Mapping):
+        return sorted(
+            ((repr(key), _with_digests(item)) for key, item in value.items()), key=lambda pair: pair[0]
+        )
+    if isinstance(value, (list, tuple)):
+        return [_with_digests(item) for item in value]
+    return value

@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch.distributed as dist
+
 from baguarun.comm.groups import read_worker_env
 from baguarun.contract import STACKS_SIGNAL
+from baguarun.elastic.training import replicated
+from baguarun.elastic.training.catching_up import device
 from baguarun.elastic.training.in_place import InPlaceRun, control_channel
 from baguarun.elastic.training.loaders import start_early
 from baguarun.elastic.training.state import State
@@ -31,7 +35,8 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
 
     Under `baguarun run --elastic in-place` it is called again, in the same process, whenever workers came or
     went, and goes on behind the last step that was committed. What communication raises when a worker is lost
-    is caught here: let it pass. Raises `UsageError` while another one runs in this process.
+    is caught here: let it pass. Raises `UsageError` while another one runs in this process, and on every
+    worker if those that begin together hold different plain values, settings or unwrapped weights.
     """
 
     @functools.wraps(train)
@@ -50,6 +55,8 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                     if in_place.is_newcomer:
                         start_early([*args, *kwargs.values()])
                     return in_place.train(lambda: train(state, *args, **kwargs))
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    replicated.require_equal(state._captured, device())
                 state.resume()
                 return train(state, *args, **kwargs)
             finally:
