@@ -12,6 +12,7 @@
 #include "control/channel.h"
 #include "engine/errors.h"
 #include "engine/fail_point.h"
+#include "net/fail_point.h"
 #include "net/waits.h"
 
 namespace py = pybind11;
@@ -108,6 +109,10 @@ void bindControl(py::module_& module) {
   module.def(
       "fail_after_sends", [](int64_t numSends) { engine::FailPoint::ofProcess().failAfterSends(numSends); },
       py::arg("num_sends"), "For tests: dies by SIGKILL where it would send one message more of a bucket.");
+  module.def(
+      "fail_after_messages", [](int64_t numMessages) { net::FailPoint::ofProcess().failAfter(numMessages); },
+      py::arg("num_messages"),
+      "For tests: dies by SIGKILL where it would send one large message more of a collective over links.");
   module.def(
       "abort_with_groups",
       [](const c10::intrusive_ptr<::c10d::Backend>& backend) { LiveGroups::ofProcess().add(backend); },

@@ -83,6 +83,7 @@ Env Env::read(const Lookup& lookup) {
       .glooIfname = readText(lookup, "GLOO_SOCKET_IFNAME"),
       .family = readFamily(lookup),
       .commId = readText(lookup, "NCCL_COMM_ID").value_or(""),
+      .hostId = readText(lookup, "NCCL_HOSTID").value_or(""),
   };
 }
 

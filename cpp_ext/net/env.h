@@ -55,6 +55,9 @@ struct Env {
   // NCCL_COMM_ID: "address:port" of the root; interfaces of its network come first among equals.
   const std::string commId = {};
 
+  // NCCL_HOSTID: ranks of one host that have different ones share no memory, as if they were on two hosts.
+  const std::string hostId = {};
+
   // From the process's environment. Throws Error(kUsage) naming the variable, what was found and what is
   // wanted.
   static Env read();

@@ -49,7 +49,7 @@ void agree(const BlobExchange& exchange, const std::optional<Error>& failure, in
 
 HostMap mapHosts(const Communicator::Options& options, const BlobExchange& exchange) {
   const std::string host = !options.shareMemory   ? rankName(static_cast<size_t>(options.rank))
-                           : options.host.empty() ? hostIdentity()
+                           : options.host.empty() ? hostIdentity() + "/" + options.env.hostId
                                                   : options.host;
   const std::string group = oneLine(options.nonce) + "\n" + std::to_string(options.size) + "\n" +
                             std::to_string(options.arenaBytes);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "net/error.h"
+#include "net/fail_point.h"
 
 namespace baguarun::net {
 
@@ -80,10 +81,18 @@ bool WireCall::advanceSends(size_t member, Peer& peer, Link& link) {
   }
   while (peer.postedSends < peer.sends.size()) {
     Item& item = peer.sends[peer.postedSends];
+    if (FailPoint::ofProcess().holdsBack(item.bytes)) {
+      if (peer.postedSends == 0) {
+        FailPoint::die();
+      }
+      // Those before it leave first.
+      break;
+    }
     item.request = link.isend(item.data, item.bytes);
     if (item.request == nullptr) {
       break;
     }
+    FailPoint::ofProcess().posted(item.bytes);
     ++peer.postedSends;
     context_.mesh().poke(Mesh::Use::kCollectives, members_[member], item.bytes);
     moved = true;

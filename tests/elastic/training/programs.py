@@ -25,9 +25,10 @@ def make_data() -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(SAMPLES))
 
 
-def make_model(dropout: float, normalise: type[nn.Module]) -> nn.Module:
+def make_model(dropout: float, normalise: type[nn.Module], width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), normalise(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+    body = nn.Linear(6, width), normalise(width), nn.Tanh(), nn.Dropout(dropout)
+    return nn.Sequential(*body, nn.Linear(width, 1))
 
 
 def make_state(

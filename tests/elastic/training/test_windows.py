@@ -159,24 +159,27 @@ def test_ranks_that_do_not_meet_complain_and_meet_again(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "nodes", "num_sends"),
+    ("algorithm", "nodes", "action", "settings"),
     [
-        pytest.param(ByteGrad(), [0, 1, 2], 3, id="scatter-gather"),
-        pytest.param(FEEDBACK, [0, 1, 2], 3, id="scatter-gather, error feedback"),
-        pytest.param(ByteGrad(hierarchical=True), [0, 0, 1, 1], 3, id="rail"),
+        pytest.param(ByteGrad(), [0, 1, 2], "die in a bucket", {}, id="scatter-gather"),
+        pytest.param(FEEDBACK, [0, 1, 2], "die in a bucket", {}, id="scatter-gather, error feedback"),
+        pytest.param(ByteGrad(hierarchical=True), [0, 0, 1, 1], "die in a bucket", {}, id="rail"),
+        # A bucket of over 64 KiB, in three blocks that each rank sends four times.
+        pytest.param(None, [0, 1, 2], "die in the ring", {"width": 2200, "is_alone": True}, id="ring"),
     ],
 )
 def test_one_survivor_has_the_bucket_and_another_has_not(
-    tmp_path: Path, algorithm: ByteGrad, nodes: list[int], num_sends: int
+    tmp_path: Path, algorithm: ByteGrad | None, nodes: list[int], action: str, settings: dict[str, Any]
 ) -> None:
     """Whoever has it goes on and applies the step, which the others are sent."""
     world_size = len(nodes)
     survivors = [rank for rank in range(world_size) if rank != 1]
-    half_sent = At(local_rank=1, point="begin", step=3, action="die in a bucket", num_sends=num_sends)
+    half_sent = At(local_rank=1, point="begin", step=3, action=action, num_sends=3)
     applied = [At(local_rank=rank, point="stepped", step=3, action="hold") for rank in survivors]
     folder = tmp_path / "lost"
     folder.mkdir()
-    script = Script(folder=folder, happenings=[half_sent, *applied], algorithm=algorithm, epochs=2)
+    settings = {**settings, "algorithm": algorithm, "epochs": 2}
+    script = Script(folder=folder, happenings=[half_sent, *applied], **settings)
     with FakeAgent(run_script, script) as agent:
         agent.node_of = dict(enumerate(nodes))
         # Membership hears of it when somebody has applied the step.
@@ -188,5 +191,5 @@ def test_one_survivor_has_the_bucket_and_another_has_not(
         agent.run_to_the_end()
     lost = Story.read(folder)
     assert 0 < lost.holding() < len(survivors)
-    left = leave(tmp_path / "left", world_size, {4: survivors}, nodes=nodes, algorithm=algorithm, epochs=2)
+    left = leave(tmp_path / "left", world_size, {4: survivors}, nodes=nodes, **settings)
     assert ends(lost) == ends(left)
