@@ -60,7 +60,8 @@ class InPlaceRun:
         self._is_told_to_leave = False
         self._is_in_world = False
         self._is_valid = False
-        self._ending: WorldEnds | None = None
+        # What ends training in this World when the script is done with the step that it has committed.
+        self._ending: Exception | None = None
         self._boundary: SwitchBoundary | None = None
         self._progress_at_s = 0.0
         self._busy = BusyTime()
@@ -110,7 +111,13 @@ class InPlaceRun:
         """After a commit. `may_wait`: `check` is called before the next step begins."""
         assert self._boundary is not None
         self._look_for_news()
-        newest = self._boundary.at_commit(self._told)
+        try:
+            newest = self._boundary.at_commit(self._told)
+        except Exception as error:
+            if not may_wait or not self._is_about_the_world(error):
+                raise
+            self._ending = error
+            return
         self._catching_up.note_boundary(self._boundary.asked_at, self._boundary.all_came_to)
         if newest is not None:
             self._ending = WorldEnds("all workers leave this World here")
