@@ -132,10 +132,18 @@ class DistributedDataParallel(nn.Module):
         """Between steps: what error feedback owes is again what it was at the last `commit`.
 
         For a step that is done again, also right after `enter_world` if the World before has not ended it.
-        Parameters, buffers and optimizers are left alone, and so is what all ranks have alike of the
-        algorithm's state.
+        Parameters, buffers and optimizers are left alone.
         """
         self._session.roll_back()
+
+    def common_state(self) -> dict[str, Any]:
+        """What the algorithm itself has alike on all ranks besides weights; empty for most. For
+        `adopt_common_state` on a rank of the same World that is sent the state."""
+        return self._session.common_state()
+
+    def adopt_common_state(self, state: dict[str, Any]) -> None:
+        """Between steps: go on from what `common_state` gave on another rank."""
+        self._session.adopt_common_state(state)
 
     def stats(self) -> CommunicationStats:
         """What this model's communication has cost so far, on this rank."""

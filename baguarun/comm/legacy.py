@@ -26,7 +26,7 @@ class Legacy:
     keeps_committed: bool = False
     """Whether what was owed at the last commit is kept, for steps that are done again."""
     memory: dict[str, Any] | None = None
-    """Of an algorithm that keeps something in the engine."""
+    """Of an algorithm that keeps something in the engine; "committed": what of it was otherwise then."""
     stepper: dict[str, Any] | None = None
     """Of an algorithm that exchanges weights."""
     weights: FlatWeights | None = None
@@ -34,7 +34,10 @@ class Legacy:
 
     def committed(self) -> Legacy:
         """After a commit: what is owed now is what was owed then."""
-        return self if self.engine is None else dataclasses.replace(self, engine=_engine_state(self.engine))
+        if self.engine is None:
+            return self
+        memory = None if self.memory is None else {**self.memory, "committed": None}
+        return dataclasses.replace(self, engine=_engine_state(self.engine), memory=memory)
 
     def rolled_back(self) -> Legacy:
         """With what was owed at the last commit in place of what is owed now."""
@@ -46,7 +49,7 @@ class Legacy:
         if memory is not None:
             # By matrix, and a parameter that is one owes nothing else.
             of_matrices = [then for now, then in left if now.numel() == 0 and then.numel() > 0]
-            memory = {**memory, "residuals": of_matrices}
+            memory = {**memory, **(memory.get("committed") or {}), "residuals": of_matrices}
         return dataclasses.replace(self, engine=_engine_state(self.engine, residuals=owed), memory=memory)
 
 

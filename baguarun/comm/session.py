@@ -216,8 +216,19 @@ class DataParallelSession:
         """Between steps, also in the next World: owe by error feedback what was owed at the last commit."""
         if self._engine is not None:
             self._engine.roll_back()
+            if self._memory is not None:
+                self._memory.roll_back()
         elif self._legacy is not None:
             self._legacy = self._legacy.rolled_back()
+
+    def common_state(self) -> dict[str, Any]:
+        """What the algorithm has alike on all ranks, for one that is sent the state. Not weights."""
+        return {} if self._memory is None else self._memory.common()
+
+    def adopt_common_state(self, state: dict[str, Any]) -> None:
+        """Between steps: what `common_state` gave on another rank of this World."""
+        if self._memory is not None:
+            self._memory.adopt_common(state)
 
     def succeed(self) -> DataParallelSession:
         """The session of the same model on the default group of now. Collective over it; the last call."""

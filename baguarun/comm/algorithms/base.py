@@ -75,6 +75,16 @@ class EngineMemory(Protocol):
     def commit(self) -> None:
         """Between steps: a World that ends in the middle of the next one is gone on from here."""
 
+    def roll_back(self) -> None:
+        """Between steps, also in the next World: come back to the last commit. What is owed by error feedback
+        is the engine's own affair."""
+
+    def common(self) -> dict[str, Any]:
+        """What all ranks have alike, for one that is sent the state."""
+
+    def adopt_common(self, state: dict[str, Any]) -> None:
+        """Between steps: take over what `common` gave on another rank."""
+
     def hand_over(self) -> dict[str, Any]:
         """What `take_over` is given in the next World. The group is gone: waits for nobody."""
 

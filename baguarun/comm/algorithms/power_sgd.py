@@ -29,8 +29,8 @@ class PowerSGD(Algorithm):
     next step's gradient; Q is where the next step begins. Vectors, and matrices that would gain nothing,
     travel as they are, and so does float64. NaN and Inf become NaN in the whole matrix, on all ranks.
 
-    When the World changes, every rank keeps what it owes, and Q is that of one that has taken most steps: it
-    is where an iteration begins, so one of another step costs a little accuracy once.
+    When the World changes, every rank keeps what it owes. Newcomers are given Q, and a step that is done
+    again begins with the Q that it began with before.
     """
 
     name: ClassVar[str] = "power_sgd"
@@ -60,14 +60,20 @@ class PowerSGD(Algorithm):
 
 
 class LowRankMemory:
-    """What the engine of one model owes to gradients to come, and the steps before it compresses."""
+    """What the engine of one model owes to gradients to come, and the steps before it compresses.
+
+    Q and the number of steps are the same on all ranks, of which each may have come further in a step that is
+    cut off. In the next World all have those of one that has come furthest, and roll back from there.
+    """
 
     def __init__(self, engine: Any, settings: PowerSGD) -> None:
         self._engine = engine
         self._settings = settings
         self._steps_before = 0
+        # At the last commit: the number of steps, and all of Q in one row. None: nobody commits.
+        self._committed: tuple[int, torch.Tensor] | None = None
         generator = torch.Generator().manual_seed(0)
-        for _, vectors in engine.low_rank_tensors():
+        for vectors in self._vectors():
             vectors.normal_(generator=generator)
         engine.compress_after(settings.start_step)
 
@@ -75,7 +81,7 @@ class LowRankMemory:
         """Each rank's own: residuals, Q and the number of steps."""
         kept = self._engine.low_rank_tensors()
         return {
-            "steps": self._steps_before + self._engine.stats().steps,
+            "steps": self._steps,
             "residuals": [residual.clone() for residual, _ in kept],
             "vectors": [vectors.clone() for _, vectors in kept],
         }
@@ -95,22 +101,70 @@ class LowRankMemory:
         ):
             residual.copy_(saved)
             vectors.copy_(saved_vectors)
-        steps = int(state["steps"])
-        self._steps_before = steps - self._engine.stats().steps
-        self._engine.compress_after(max(0, self._settings.start_step - steps))
+        self._count(int(state["steps"]))
 
     def commit(self) -> None:
-        """Q and the number of steps stay what the last round has made of them."""
+        """Remember Q and the number of steps."""
+        self._committed = self._steps, self._all_vectors()
+
+    def roll_back(self) -> None:
+        """Q and the number of steps are those of the last commit again."""
+        if self._committed is not None:
+            steps, vectors = self._committed
+            self._put_back(vectors)
+            self._count(steps)
+
+    def common(self) -> dict[str, Any]:
+        return {"steps": self._steps, "vectors": self._all_vectors()}
+
+    def adopt_common(self, state: dict[str, Any]) -> None:
+        self._put_back(state["vectors"])
+        self._count(state["steps"])
 
     def hand_over(self) -> dict[str, Any]:
-        return self.state_dict()
+        committed = None
+        if self._committed is not None:
+            steps, row = self._committed
+            committed = {"steps": steps, "vectors": self._as_vectors(row)}
+        return {**self.state_dict(), "committed": committed}
 
     def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
-        """Collective. Residuals stay each rank's own; steps and Q are those of one with most steps."""
+        """Collective. Residuals stay each rank's own; all else is that of a rank that has most of it."""
         if left is not None:
             self.load_state_dict(left)
-        vectors = [vectors for _, vectors in self._engine.low_rank_tensors()]
+            if (then := left["committed"]) is not None:
+                self._committed = then["steps"], in_a_row(then["vectors"])
         source, steps = source_of(0 if left is None else left["steps"], group, torch.device("cpu"))
-        share(vectors, source, group)
+        vectors = self._all_vectors()
+        share([vectors], source, group)
+        self._put_back(vectors)
+        self._count(steps)
+
+    @property
+    def _steps(self) -> int:
+        return self._steps_before + int(self._engine.stats().steps)
+
+    def _count(self, steps: int) -> None:
+        """So many have been taken."""
         self._steps_before = steps - self._engine.stats().steps
         self._engine.compress_after(max(0, self._settings.start_step - steps))
+
+    def _vectors(self) -> list[torch.Tensor]:
+        return [vectors for _, vectors in self._engine.low_rank_tensors()]
+
+    def _all_vectors(self) -> torch.Tensor:
+        """A copy of Q in one row."""
+        return in_a_row(self._vectors())
+
+    def _as_vectors(self, row: torch.Tensor) -> list[torch.Tensor]:
+        vectors = self._vectors()
+        parts = torch.split(row, [each.numel() for each in vectors])
+        return [part.view_as(each) for part, each in zip(parts, vectors, strict=True)]
+
+    def _put_back(self, row: torch.Tensor) -> None:
+        for kept, saved in zip(self._vectors(), self._as_vectors(row), strict=True):
+            kept.copy_(saved)
+
+
+def in_a_row(vectors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *(each.flatten() for each in vectors)])

@@ -135,6 +135,15 @@ class _Warmup(GradientStages):
     def commit(self) -> None:
         self._committed = self._rounds
 
+    def roll_back(self) -> None:
+        """`take_over` has done so."""
+
+    def common(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def adopt_common(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+
     def hand_over(self) -> dict[str, Any]:
         # The round of a step that is cut off, or gone through once more, is counted in the next World.
         return self.state_dict() if self._committed is None else {"rounds": self._committed}

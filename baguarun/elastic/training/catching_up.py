@@ -111,12 +111,17 @@ class CatchingUp:
                 "steps": steps,
                 "first": state._first_world_size,
                 "applied": self.applied.counts,
+                "algorithms": [model.common_state() for model in self._models],
             }
             streaming.send(sent, part.send_to, device())
         if part.receive_from is not None:
             received = streaming.receive(part.receive_from, device())
             self._adopt(received, begins_anew=part.begins_anew)
             places, steps = received["places"], received["steps"]
+            if part.is_applied and not part.rolls_back:
+                # As on all others, what this pass leaves in the model and its algorithm does not count.
+                self.copies.commit(self._captured)
+                self.copies.begin_second_pass()
         newcomers = sum(not standing.valid for standing in standings)
         if newcomers and self.replicas_differ:
             survivors = len(standings) - newcomers
@@ -129,6 +134,9 @@ class CatchingUp:
     def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
         replicated.adopt(self._captured, received["values"], buffers=begins_anew)
         self._state._first_world_size = received["first"]
+        if not self.replicas_differ:
+            for model, common in zip(self._models, received["algorithms"], strict=True):
+                model.adopt_common_state(common)
         if begins_anew:
             self._begin_stream()
         self.applied.begin()

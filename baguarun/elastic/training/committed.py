@@ -87,10 +87,7 @@ class CommittedCopies:
         random numbers and residuals are as they are now again at the next `commit`.
         """
         if is_applied and self._after_step is None:
-            self._after_step = _copied(self._buffers(only_wrapped=True), [])
-            self._random_after_step.take()
-            for model in self._wrapped:
-                model.commit()
+            self.begin_second_pass()
         _put_back(self._often_changed(), self._tensors)
         _put_back(self._seldom_changed, self._frozen)
         for value, kept in zip(self._objects, self._kept, strict=True):
@@ -101,6 +98,13 @@ class CommittedCopies:
         self._random.put_back()
         for model in self._wrapped:
             model.roll_back()
+
+    def begin_second_pass(self) -> None:
+        """What models and algorithms have now is what they have at the next `commit`."""
+        self._after_step = _copied(self._buffers(only_wrapped=True), [])
+        self._random_after_step.take()
+        for model in self._wrapped:
+            model.commit()
 
     def _forget_second_pass(self) -> None:
         if self._after_step is None:

@@ -38,8 +38,9 @@ class At:
     local_rank: int
     point: str
     """"begin" of a step, "micro" (after a micro-batch), "backward" (after it), "between" the optimizers,
-    "stepped", "committed"; "ready" (said so), "enters", "models" (their groups come next), "stands" (tells
-    where it stands next); "sends" (half of the state is sent), "half" (has come), "receives" (all has)."""
+    "stepped", "answers" (looks at a commit whether to leave), "committed"; "ready" (said so), "enters",
+    "models" (their groups come next), "stands" (tells where it stands next); "sends" (half of the state is
+    sent), "half" (has come), "receives" (all has)."""
     step: int
     """Committed steps at that time."""
     started_in: int = 1
@@ -48,8 +49,9 @@ class At:
     """Of the World that it is in or about to enter; None for any."""
     num_sends: int = 0
     action: str = "die"
-    """"die", "die in a bucket" (after `num_sends` of its messages), "raise", "hold" until the agent has sent
-    news, or "talk" to all after that."""
+    """"die", "die in a bucket" (after `num_sends` messages of an exchange), "die in the ring" (of a
+    collective), "raise", "break" as communication does, "hold" until the agent has sent news, or "talk" to
+    all after that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,10 @@ class Script:
     batch_size: int = 4
     policy: str = "constant"
     detect_timeout_s: float | None = None
+    width: int = 8
+    """Of the network."""
+    is_alone: bool = False
+    """Whether each worker shares memory with no other one, as on a host of its own."""
 
 
 class Centre(nn.Module):
@@ -83,10 +89,12 @@ def run_script(script: Script) -> None:
     if script.detect_timeout_s is not None:
         os.environ["BAGUARUN_DETECT_TIMEOUT_S"] = str(script.detect_timeout_s)
     env = read_worker_env()
+    if script.is_alone:
+        os.environ["NCCL_HOSTID"] = str(env.local_rank)
     baguarun.init_process_group(timeout=GROUP_TIMEOUT)
     # Newcomers would begin with other weights than the rest, and are given theirs.
     torch.manual_seed(env.generation)
-    net = make_model(0.2, Centre)
+    net = make_model(0.2, Centre, script.width)
     average = AveragedModel(net)
     torch.manual_seed(17 + env.local_rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -119,8 +127,12 @@ def run_script(script: Script) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what.action == "die in a bucket":
                     load_extension().fail_after_sends(what.num_sends)
+                if what.action == "die in the ring":
+                    load_extension().fail_after_messages(what.num_sends)
                 if what.action == "raise":
                     raise RuntimeError("a mistake in the script")
+                if what.action == "break":
+                    raise torch.distributed.DistBackendError("broken by the test")
                 if what.action in ("hold", "talk") and what not in held:
                     held.add(what)
                     log.write(what="holds")
@@ -196,7 +208,7 @@ def make_optimizers(
 
 
 def interrupt_meeting(at: Callable[[str], None]) -> None:
-    """Call `at` in each phase of a World's making."""
+    """Call `at` in each phase of a World's making, and where ranks agree to leave it."""
 
     def before(owner: Any, name: str, point: str) -> None:
         call = getattr(owner, name)
@@ -218,6 +230,7 @@ def interrupt_meeting(at: Callable[[str], None]) -> None:
     before(world, "_join_store", "enters")
     before(baguarun.DistributedDataParallel, "enter_world", "models")
     before(InPlaceRun, "_exchange_standings", "stands")
+    before(switching.SwitchBoundary, "_answer", "answers")
 
 
 def interrupt_streaming(at: Callable[[str], None]) -> None:

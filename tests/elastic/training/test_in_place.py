@@ -16,7 +16,9 @@ from baguarun.comm.algorithms import (
     DiLoCo,
     LocalSGD,
     LowPrecisionDecentralized,
+    PowerSGD,
     QAdam,
+    Sparse,
 )
 from tests.elastic.training.fake_agent import FakeAgent
 from tests.elastic.training.resized import At, Script, Story, all_samples, run_script
@@ -175,16 +177,59 @@ def test_ranks_out_of_step_repeat_no_sample_of_a_survivor(tmp_path: Path, algori
 
 
 @pytest.mark.parametrize(
-    "algorithm", [ByteGrad(error_feedback=True), "sparse", "power_sgd", QAdam(), QAdam(bits=1)], ids=str
+    "algorithm",
+    [ByteGrad(error_feedback=True), "sparse", PowerSGD(start_step=2), QAdam(), QAdam(bits=1)],
+    ids=str,
 )
-@pytest.mark.parametrize("point", ["begin", "stepped"])
+@pytest.mark.parametrize("point", ["begin", "backward", "stepped"])
 def test_what_error_feedback_owes_is_that_of_the_last_commit(
     tmp_path: Path, algorithm: str | Algorithm, point: str
 ) -> None:
     happenings = [At(local_rank=1, point=point, step=3)]
+    if point == "backward":
+        # All buckets have come to them, and they apply nothing.
+        happenings += [At(local_rank=rank, point=point, step=3, action="hold") for rank in (0, 2)]
     lost = train(Script(folder=tmp_path / "lost", happenings=happenings, algorithm=algorithm), 3)
-    left = leave_at(tmp_path / "left", step=3 if point == "begin" else 4, algorithm=algorithm)
+    left = leave_at(tmp_path / "left", step=4 if point == "stepped" else 3, algorithm=algorithm)
     assert same(lost, left)
+
+
+def test_what_a_script_does_after_a_commit_is_done_though_the_world_has_broken(tmp_path: Path) -> None:
+    lost = At(local_rank=1, point="stepped", step=3)
+    # They have applied the step when they hear of the loss, and have a question under way in that commit.
+    held = [At(local_rank=rank, point="stepped", step=3, action="hold") for rank in (0, 2)]
+    broken = [At(local_rank=rank, point="answers", step=4, action="break", generation=1) for rank in (0, 2)]
+    story = train(Script(folder=tmp_path / "job", happenings=[lost, *held, *broken]), 3)
+    survivors = [log for log in story.logs.values() if log[-1]["what"] == "end"]
+    assert len(survivors) == 2
+    for log in survivors:
+        assert [entry["step"] for entry in log if entry["what"] == "committed"] == list(range(1, 7))
+
+
+@pytest.mark.parametrize("point", ["begin", "backward", "stepped"])
+@pytest.mark.parametrize("algorithm", [None, PowerSGD(start_step=2), Sparse(warmup_steps=8)], ids=str)
+def test_a_newcomer_that_stands_by_takes_the_lost_one_s_place_in_the_step(
+    tmp_path: Path, algorithm: Algorithm | None, point: str
+) -> None:
+    """The step that broke is done again, or gone through once more, with it."""
+    lost = At(local_rank=1, point=point, step=3)
+    # Nobody comes to the commit before the newcomer is there.
+    held = [At(local_rank=rank, point=point, step=3, action="hold") for rank in (0, 2)]
+    folder = tmp_path / "job"
+    folder.mkdir()
+    with FakeAgent(run_script, Script(folder=folder, happenings=[lost, *held], algorithm=algorithm)) as agent:
+        agent.at_loss = lambda _lost: None
+        agent.at_suspicion = lambda _suspicion: None
+        agent.start(3)
+        newcomer = agent.start_newcomer(3)
+        agent.run_until(lambda: newcomer.ready is not None and agent.losses == [1])
+        agent.change([0, 2, 3], polite=False)
+        agent.run_to_the_end()
+    story = Story.read(folder)
+    assert [end["steps"] for end in story.ends()] == [6, 6, 6]
+    assert len({str(end["weights"]) for end in story.ends()}) == 1
+    if point != "stepped":
+        assert sorted(story.applied_samples()) == all_samples(1)
 
 
 @pytest.mark.parametrize(
