@@ -82,9 +82,15 @@ def accounts(steps: Sequence[Step], algorithm: str) -> list[str]:
     for step in steps:
         if step.step > 0:
             by_step.setdefault((step.epoch, step.step), []).append(step)
-    numbers = sorted(number for _, number in by_step)
-    if numbers != list(range(1, len(numbers) + 1)):
-        problems.append("steps are missing or were done in two epochs")
+    epochs: dict[int, list[int]] = {}
+    for epoch, number in by_step:
+        epochs.setdefault(number, []).append(epoch)
+    missing = sorted(set(range(1, max(epochs, default=0) + 1)) - set(epochs))
+    if missing:
+        problems.append(f"steps {missing} are missing")
+    twice = {number: sorted(found) for number, found in epochs.items() if len(found) > 1}
+    if twice:
+        problems.append(f"steps were done in two epochs: {twice}")
     for epoch in sorted({epoch for epoch, _ in by_step})[:-1]:
         seen = [
             number
