@@ -30,7 +30,7 @@ DEADLINE_S = 120
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 LEAVING = timedelta(seconds=20)
-"""A rank that has died keeps those waiting for this long that would end together with it."""
+"""A rank that has died keeps those that wait for it for this long."""
 
 BACKEND = "baguanet"
 
@@ -53,7 +53,9 @@ def run_ranks(
     backend: str = BACKEND,
 ) -> list[Any]:
     """What `function(*args)` returns on each rank, in a process group; fails the test if any rank failed."""
-    outcomes = run_ranks_to_the_end(function, world_size, *args, timeout=timeout, backend=backend)
+    outcomes = run_ranks_to_the_end(
+        function, world_size, *args, timeout=timeout, backend=backend, together=True
+    )
     # Of all that failed: the one that others failed because of may be any of them.
     failures = [
         f"rank {rank} of {world_size}: {outcome.traceback or 'died'}"
@@ -71,8 +73,9 @@ def run_ranks_to_the_end(
     *args: Any,
     timeout: timedelta = GROUP_TIMEOUT,
     backend: str = BACKEND,
+    together: bool = False,
 ) -> list[Outcome]:
-    """How each rank ended; ranks may raise or die."""
+    """How each rank ended; ranks may raise or die. `together`: none ends before all are done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.comm.preload"])
     outcomes = [Outcome(died=True)] * world_size
@@ -82,7 +85,7 @@ def run_ranks_to_the_end(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_work,
-                args=(theirs, (rank, world_size, backend), folder, timeout, function, args),
+                args=(theirs, (rank, world_size, backend), folder, timeout, together, function, args),
                 daemon=True,
             )
             process.start()
@@ -102,10 +105,9 @@ def run_ranks_to_the_end(
 
 def leave_together(store: dist.Store, rank: int, world_size: int) -> None:
     """Waits until all ranks have come here: Gloo fails what is on its way to, or from, one that has ended."""
-    import torch.distributed as dist
-
     store.set(f"{rank} is done", "")
-    with contextlib.suppress(dist.DistStoreError):
+    # Of a FileStore: it has waited for too long.
+    with contextlib.suppress(RuntimeError):
         store.wait([f"{peer} is done" for peer in range(world_size)], LEAVING)
 
 
@@ -138,6 +140,7 @@ def _work(
     place: tuple[int, int, str],
     folder: str,
     timeout: timedelta,
+    together: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -157,7 +160,7 @@ def _work(
         outcome = Outcome(value=function(*args))
     except BaseException as error:
         outcome = Outcome(error=_picklable(error), traceback=traceback.format_exc())
-    if backend == "gloo":
+    if together and backend == "gloo":
         leave_together(store, rank, world_size)
     pipe.send(outcome)
     pipe.close()
