@@ -7,6 +7,7 @@ the receiver is touched before everything is there.
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from baguarun.errors import UsageError
 
 _PACK_BYTES = 4 * 2**20
 """Tensors are put together up to this size."""
+_AHEAD = 2
+"""Messages that are begun before the first of them has ended, so that the wire is never idle."""
 _SLOT = "baguarun.tensor"
 
 Form = tuple[torch.dtype, tuple[int, ...]]
@@ -41,11 +44,17 @@ def send(value: Any, ranks: Sequence[int], device: torch.device) -> None:
     forms = [_form(tensor) for tensor in tensors]
     structure = torch.frombuffer(bytearray(_encode(skeleton, tensors)), dtype=torch.uint8).to(device)
     length = torch.tensor([structure.numel()], device=device)
-    _send_all([length], ranks)
-    _send_all([structure], ranks)
+    _send_all(length, ranks)
+    _send_all(structure, ranks)
+    under_way: deque[tuple[torch.Tensor, list[dist.Work | None]]] = deque()
     for group in _groups(forms):
         parts = [_as_bytes(tensors[index].to(device)) for index in group]
-        _send_all([parts[0] if len(parts) == 1 else torch.cat(parts)], ranks)
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)
+        under_way.append((message, [dist.isend(message, dst=rank) for rank in ranks]))
+        if len(under_way) > _AHEAD:
+            _wait(under_way.popleft()[1])
+    while under_way:
+        _wait(under_way.popleft()[1])
 
 
 def receive(rank: int, device: torch.device) -> Any:
@@ -56,22 +65,32 @@ def receive(rank: int, device: torch.device) -> Any:
     dist.recv(structure, src=rank)
     skeleton, forms = _decode(structure.cpu().numpy().tobytes())
     tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms]
+    under_way: deque[tuple[torch.Tensor, list[torch.Tensor], list[dist.Work | None]]] = deque()
+
+    def unpack() -> None:
+        packed, views, works = under_way.popleft()
+        _wait(works)
+        if len(views) > 1:
+            for view, part in zip(views, torch.split(packed, [view.numel() for view in views]), strict=True):
+                view.copy_(part)
+
     for group in _groups(forms):
         views = [_as_bytes(tensors[index]) for index in group]
-        if len(views) == 1:
-            dist.recv(views[0], src=rank)
-            continue
-        packed = torch.empty(sum(view.numel() for view in views), dtype=torch.uint8, device=device)
-        dist.recv(packed, src=rank)
-        start = 0
-        for view in views:
-            view.copy_(packed[start : start + view.numel()])
-            start += view.numel()
+        size = sum(view.numel() for view in views)
+        packed = views[0] if len(views) == 1 else torch.empty(size, dtype=torch.uint8, device=device)
+        under_way.append((packed, views, [dist.irecv(packed, src=rank)]))
+        if len(under_way) > _AHEAD:
+            unpack()
+    while under_way:
+        unpack()
     return _put_together(skeleton, tensors)
 
 
-def _send_all(tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
-    works = [dist.isend(tensor, dst=rank) for tensor in tensors for rank in ranks]
+def _send_all(tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+    _wait([dist.isend(tensor, dst=rank) for rank in ranks])
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:
             work.wait()
