@@ -220,9 +220,7 @@ def _measure(args: argparse.Namespace, report: Report, per_node: int) -> None:
         )
         etcd.start()
         launchers = args.launchers.split(",")
-        if args.torchft is not None:
-            site.start_lighthouses()
-        else:
+        if args.torchft is None:
             launchers = [name for name in launchers if name not in LIGHTHOUSES]
         if args.calm:
             report.rows += calm_rows(site, 5.0 if args.quick else 20.0)

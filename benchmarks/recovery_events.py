@@ -21,9 +21,10 @@ from tests.lab.steps import ELASTIC_WORKER, Step
 CAP_S = 90.0
 NEVER = float("inf")
 _TORCHFT_WORKER = Path(__file__).with_name("recovery_torchft.py")
-LIGHTHOUSES = {"torchft": (29510, 5000), "torchft-tuned": (29511, 500)}
-"""Port, and the ms without a sign of life after which a replica is dead: torchft's default, and tuned."""
+LIGHTHOUSES = {"torchft": 5000, "torchft-tuned": 500}
+"""The ms without a sign of life after which a replica is dead: torchft's default, and tuned."""
 _job_numbers = itertools.count(1)
+_lighthouse_ports = itertools.count(29510)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,11 @@ class Site:
         """A new job of `launcher`, nothing started yet; `mode`: our --elastic."""
         job_id = f"recovery-{next(_job_numbers)}"
         folder = self.scratch / job_id
+        lighthouse = self._start_lighthouse(LIGHTHOUSES[launcher]) if launcher in LIGHTHOUSES else ""
 
         def command(host: Host) -> list[str]:
             if launcher in LIGHTHOUSES:
-                return self._torchft_command(launcher)
+                return self._torchft_command(host, lighthouse)
             common = ["--nnodes", nnodes, "--nproc-per-node", str(self.per_node)]
             script = [str(ELASTIC_WORKER), "--algorithm", algorithm]
             if launcher == "torchrun":
@@ -64,34 +66,35 @@ class Site:
 
         return Job(folder, command)
 
-    def _torchft_command(self, launcher: str) -> list[str]:
+    def _torchft_command(self, host: Host, lighthouse: str) -> list[str]:
         """A torchrun of its own for each replica, which starts it again."""
-        port, _ = LIGHTHOUSES[launcher]
         own = [*torchrun_command(), "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "100"]
+        # Replicas tell each other where their stores are.
+        own += ["--master-addr", host.address]
         replicas = (
             shlex.join([*own, "--master-port", str(29600 + number), str(_TORCHFT_WORKER)])
             for number in range(self.per_node)
         )
         return [
-            *("env", f"PYTHONPATH={self.torchft}:{REPOSITORY}"),
-            f"TORCHFT_LIGHTHOUSE=http://{self.lab.hosts[-1].address}:{port}",
+            *("env", f"PYTHONPATH={self.torchft}:{REPOSITORY}", f"TORCHFT_LIGHTHOUSE=http://{lighthouse}"),
             *("sh", "-c", " & ".join([*replicas, "wait"])),
         ]
 
-    def start_lighthouses(self) -> None:
-        """Beside the store; they live as long as the lab."""
+    def _start_lighthouse(self, heartbeat_ms: int) -> str:
+        """One that knows no replica yet, beside the store; its address. It lives as long as the lab."""
         assert self.torchft is not None
-        for port, heartbeat_ms in LIGHTHOUSES.values():
-            self.lab.hosts[-1].popen(
-                [
-                    *("env", f"PYTHONPATH={self.torchft}", sys.executable),
-                    str(self.torchft / "bin" / "torchft_lighthouse"),
-                    *("--bind", f"{self.lab.hosts[-1].address}:{port}", "--min_replicas", "1"),
-                    *("--join_timeout_ms", "1000", "--heartbeat_timeout_ms", str(heartbeat_ms)),
-                ],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+        host = self.lab.hosts[-1]
+        address = f"{host.address}:{next(_lighthouse_ports)}"
+        host.popen(
+            [
+                *("env", f"PYTHONPATH={self.torchft}", sys.executable),
+                *(str(self.torchft / "bin" / "torchft_lighthouse"), "--bind", address, "--min_replicas", "1"),
+                *("--join_timeout_ms", "1000", "--heartbeat_timeout_ms", str(heartbeat_ms)),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        return address
 
 
 @dataclass(frozen=True)
