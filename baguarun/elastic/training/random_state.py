@@ -34,10 +34,6 @@ class RandomState:
 
     def _take_numpy(self, generator: Any) -> None:
         """numpy takes longest to say where it stands, and few steps draw from it."""
-        if not hasattr(generator, "get_bit_generator"):
-            # numpy before 1.24.
-            self._numpy = generator.get_state()
-            return
         bits = generator.get_bit_generator()
         is_usual = isinstance(bits, generator.MT19937)
         numbers = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if is_usual else b""
