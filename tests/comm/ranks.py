@@ -152,6 +152,9 @@ def _work(
     rank, world_size, backend = place
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    if backend == "gloo":
+        # One that is in a group may leave it while others still connect, and Gloo fails them for it.
+        os.environ.update(TORCH_DIST_INIT_BARRIER="1")
     torch.set_num_threads(1)
     torch.manual_seed(1234 + rank)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
