@@ -57,6 +57,7 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
                                        .check = [] { LiveGroups::ofProcess().throwIfInterrupted(); }};
     auto communicator = std::make_unique<net::Communicator>(
         options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
+    exchange.finish();
     driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);
     driver_->beat();
     LiveGroups::ofProcess().add(driver_);

@@ -18,14 +18,16 @@ namespace baguarun::backend {
 using net::Clock;
 using net::Error;
 using net::Fault;
+using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 namespace {
 
 constexpr const char* kFailedKey = "failed";
 
-// Between two looks whether another rank has come, or failed.
-constexpr milliseconds kLongestPause{64};
+// Between two looks whether the others have come, or failed.
+constexpr microseconds kFirstPause{250};
+constexpr microseconds kLongestPause{64'000};
 
 }  // namespace
 
@@ -37,6 +39,14 @@ std::string StoreExchange::key(uint64_t round, int rank) const {
   return "exchange/" + std::to_string(round) + "/" + std::to_string(rank);
 }
 
+std::vector<std::string> StoreExchange::keys(uint64_t round) const {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < size_; ++rank) {
+    all.push_back(key(round, rank));
+  }
+  return all;
+}
+
 std::string StoreExchange::get(const std::string& key) {
   const std::vector<uint8_t> bytes = store_->get(key);
   return {bytes.begin(), bytes.end()};
@@ -45,13 +55,33 @@ std::string StoreExchange::get(const std::string& key) {
 std::vector<std::string> StoreExchange::exchange(const std::string& mine) {
   const uint64_t round = round_++;
   store_->set(key(round, rank_), mine);
+  awaitAll(round);
   std::vector<std::string> all;
-  for (int rank = 0; rank < size_; ++rank) {
-    awaitKey(round, rank);
-    all.push_back(get(key(round, rank)));
+  if (store_->hasExtendedApi()) {
+    for (const std::vector<uint8_t>& bytes : store_->multiGet(keys(round))) {
+      all.emplace_back(bytes.begin(), bytes.end());
+    }
+  } else {
+    for (const std::string& each : keys(round)) {
+      all.push_back(get(each));
+    }
   }
-  removeKeys(round);
+  if (round > 0) {
+    // All have come to this round, so nobody reads what was said in the last one any more.
+    remove({key(round - 1, rank_)});
+  }
   return all;
+}
+
+void StoreExchange::finish() {
+  if (round_ > 0 && store_->add("readers", 1) == size_) {
+    std::vector<std::string> last = keys(round_ - 1);
+    for (int rank = 0; rank < size_; ++rank) {
+      last.push_back("claim/" + std::to_string(rank));
+    }
+    last.emplace_back("readers");
+    remove(last);
+  }
 }
 
 std::string StoreExchange::agreeOnNonce() {
@@ -82,13 +112,13 @@ std::string StoreExchange::agreeOnNonce() {
   return all[0].substr(sizeText.size());
 }
 
-void StoreExchange::awaitKey(uint64_t round, int rank) {
+void StoreExchange::awaitAll(uint64_t round) {
   // Store::wait() would do, but it prints a warning for every wait that ends without the key.
-  const std::vector<std::string> wanted{key(round, rank)};
-  for (milliseconds pause{1}; !store_->check(wanted); pause = std::min(2 * pause, kLongestPause)) {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now());
+  const std::vector<std::string> wanted = keys(round);
+  for (microseconds pause = kFirstPause; !store_->check(wanted); pause = std::min(2 * pause, kLongestPause)) {
+    const auto left = std::chrono::duration_cast<microseconds>(deadline_ - Clock::now());
     LiveGroups::ofProcess().throwIfInterrupted();
-    if (left <= milliseconds::zero()) {
+    if (left <= microseconds::zero()) {
       throwTimeout(round);
     }
     if (pause == kLongestPause) {
@@ -116,19 +146,11 @@ void StoreExchange::throwTimeout(uint64_t round) {
                   std::to_string(timeout_.count()) + " ms: " + missing);
 }
 
-void StoreExchange::removeKeys(uint64_t round) {
-  const std::string readers = "readers/" + std::to_string(round);
-  if (store_->add(readers, 1) != size_) {
-    return;
-  }
+void StoreExchange::remove(const std::vector<std::string>& keys) {
   try {
-    for (int rank = 0; rank < size_; ++rank) {
-      store_->deleteKey(key(round, rank));
-      if (round == 0) {
-        store_->deleteKey("claim/" + std::to_string(rank));
-      }
+    for (const std::string& each : keys) {
+      store_->deleteKey(each);
     }
-    store_->deleteKey(readers);
   } catch (const c10::NotImplementedError&) {
     // A store that cannot delete keeps some hundred bytes per rank.
   }

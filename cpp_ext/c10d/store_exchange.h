@@ -11,7 +11,8 @@
 
 namespace baguarun::backend {
 
-// One rank's side of the exchanges that make a group. Keys are removed when all have read them. Threads: one.
+// One rank's side of the exchanges that make a group. Keys are removed when all have read them. Each question
+// to the store costs a round trip to rank 0 and back, which is what makes groups slow. Threads: one.
 class StoreExchange {
  public:
   // All exchanges together take up to `timeout`.
@@ -26,16 +27,20 @@ class StoreExchange {
   // A string that no other group has: rank 0's. An exchange.
   std::string agreeOnNonce();
 
+  // After the last exchange, if all went well here.
+  void finish();
+
   // Lets the others, who would wait in vain, end with `reason`.
   void failed(const std::string& reason) noexcept;
 
  private:
   std::string key(uint64_t round, int rank) const;
+  std::vector<std::string> keys(uint64_t round) const;
   std::string get(const std::string& key);
-  void awaitKey(uint64_t round, int rank);
+  void awaitAll(uint64_t round);
   void throwFailure();
   [[noreturn]] void throwTimeout(uint64_t round);
-  void removeKeys(uint64_t round);
+  void remove(const std::vector<std::string>& keys);
 
   const c10::intrusive_ptr<::c10d::Store> store_;
   const int rank_;

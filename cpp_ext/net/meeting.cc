@@ -32,11 +32,8 @@ std::vector<std::string> exchangeChecked(const BlobExchange& exchange, const std
   return all;
 }
 
-// Tells the others how it went here, and throws where it went wrong for anybody. The own error first: it says
-// more.
-void agree(const BlobExchange& exchange, const std::optional<Error>& failure, int size) {
-  const std::vector<std::string> outcomes =
-      exchangeChecked(exchange, failure.has_value() ? oneLine(failure->what()) + " " : "", size);
+// Where it went wrong for anybody. The own error first: it says more.
+void throwFirst(const std::optional<Error>& failure, const std::vector<std::string>& outcomes) {
   if (failure.has_value()) {
     throw *failure;
   }
@@ -47,56 +44,111 @@ void agree(const BlobExchange& exchange, const std::optional<Error>& failure, in
   }
 }
 
-HostMap mapHosts(const Communicator::Options& options, const BlobExchange& exchange) {
-  const std::string host = !options.shareMemory   ? rankName(static_cast<size_t>(options.rank))
-                           : options.host.empty() ? hostIdentity() + "/" + options.env.hostId
-                                                  : options.host;
-  const std::string group = oneLine(options.nonce) + "\n" + std::to_string(options.size) + "\n" +
-                            std::to_string(options.arenaBytes);
-  const std::vector<std::string> all = exchangeChecked(exchange, group + "\n" + oneLine(host), options.size);
-  std::vector<std::string> hosts;
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    const size_t end = all[rank].rfind('\n');
-    const std::string theirs = all[rank].substr(0, end);
-    if (const std::string first = all[0].substr(0, all[0].rfind('\n')); theirs != first) {
-      throw Error(
-          Fault::kUsage, rankName(rank),
-          "its group is (nonce, size, arena bytes) " + oneLine(theirs) + ", rank 0's is " + oneLine(first));
-    }
-    hosts.push_back(all[rank].substr(end + 1));
-  }
-  return HostMap::of(hosts, ShmGroup::kMaxRanks);
+// Tells the others how it went here, and throws where it went wrong for anybody.
+void agree(const BlobExchange& exchange, const std::optional<Error>& failure, int size) {
+  throwFirst(failure,
+             exchangeChecked(exchange, failure.has_value() ? oneLine(failure->what()) + " " : "", size));
 }
 
-// Fetches the cards of all; a rank that has none says why.
-void shareCards(Meeting& meeting, const Communicator::Options& options, const BlobExchange& exchange) {
+// What a rank tells all others of itself, in lines.
+struct Introduction {
+  std::string group;    // three lines, which must be those of rank 0: nonce, size, arena bytes
+  std::string host;     // ranks with the same one share memory
+  std::string card;     // two lines: how its mesh is reached
+  std::string failure;  // why it has none, which matters where there are several hosts
+
+  std::string pack() const {
+    return group + "\n" + oneLine(host) + "\n" + (card.empty() ? "\n" : card) + "\n" + oneLine(failure);
+  }
+
+  static Introduction unpack(const std::string& blob) {
+    std::istringstream stream(blob);
+    const auto lines = [&](int count) {
+      std::string text;
+      std::string line;
+      for (int number = 0; number < count && std::getline(stream, line); ++number) {
+        text += (number > 0 ? "\n" : "") + line;
+      }
+      return text;
+    };
+    Introduction it;
+    it.group = lines(3);
+    it.host = lines(1);
+    it.card = lines(2);
+    it.failure = lines(1);
+    return it;
+  }
+};
+
+std::string groupText(const Communicator::Options& options) {
+  return oneLine(options.nonce) + "\n" + std::to_string(options.size) + "\n" +
+         std::to_string(options.arenaBytes);
+}
+
+std::string hostText(const Communicator::Options& options) {
+  if (!options.shareMemory) {
+    return rankName(static_cast<size_t>(options.rank));
+  }
+  return options.host.empty() ? hostIdentity() + "/" + options.env.hostId : options.host;
+}
+
+// Finds out who is on which host, and how the ranks of others are reached.
+void introduce(Meeting& meeting, const Communicator::Options& options, const BlobExchange& exchange) {
+  Introduction mine{.group = groupText(options), .host = hostText(options), .card = "", .failure = ""};
   std::optional<Error> failure;
   try {
     meeting.mesh = std::make_unique<Mesh>(options.rank, options.size, options.env);
+    mine.card = meeting.mesh->card();
   } catch (const Error& error) {
     failure = error;
+    mine.failure = error.what();
   }
-  const std::vector<std::string> cards =
-      exchangeChecked(exchange, failure.has_value() ? "" : meeting.mesh->card(), options.size);
-  agree(exchange, failure, options.size);
+  std::vector<std::string> hosts;
+  std::vector<std::string> cards;
+  std::vector<std::string> outcomes;
+  std::string first;
+  for (const std::string& blob : exchangeChecked(exchange, mine.pack(), options.size)) {
+    const Introduction it = Introduction::unpack(blob);
+    if (hosts.empty()) {
+      first = it.group;
+    }
+    if (it.group != first) {
+      throw Error(
+          Fault::kUsage, rankName(hosts.size()),
+          "its group is (nonce, size, arena bytes) " + oneLine(it.group) + ", rank 0's is " + oneLine(first));
+    }
+    hosts.push_back(it.host);
+    cards.push_back(it.card);
+    outcomes.push_back(it.failure);
+  }
+  meeting.map = HostMap::of(hosts, ShmGroup::kMaxRanks);
+  if (meeting.map.hosts.size() == 1) {
+    meeting.mesh.reset();
+    return;
+  }
+  throwFirst(failure, outcomes);
   meeting.mesh->meet(cards);
 }
 
+// Nothing on a rank that is alone on its host, which takes part in the exchanges. `failure` is set where it
+// went wrong; an exchange that fails throws.
 std::unique_ptr<ShmGroup> shareMemory(const HostMap& map, const Communicator::Options& options,
-                                      const BlobExchange& exchange) {
+                                      const BlobExchange& exchange, std::optional<Error>& failure) {
   const auto self = static_cast<size_t>(options.rank);
   const std::vector<int>& ranks = map.hosts[static_cast<size_t>(map.hostOf[self])];
   int exchanged = 0;
+  bool isExchanging = false;
   const BlobExchange among = [&](const std::string& mine) {
-    ++exchanged;
+    isExchanging = true;
     const std::vector<std::string> all = exchangeChecked(exchange, mine, options.size);
+    isExchanging = false;
+    ++exchanged;
     std::vector<std::string> theirs;
     for (const int rank : ranks) {
       theirs.push_back(all[static_cast<size_t>(rank)]);
     }
     return theirs;
   };
-  std::optional<Error> failure;
   std::unique_ptr<ShmGroup> group;
   if (ranks.size() > 1) {
     try {
@@ -109,13 +161,15 @@ std::unique_ptr<ShmGroup> shareMemory(const HostMap& map, const Communicator::Op
                                                            .check = options.check},
                                          among);
     } catch (const Error& error) {
+      if (isExchanging) {
+        throw;
+      }
       failure = error;
     }
   }
   while (exchanged < kShmExchanges) {
     among("");
   }
-  agree(exchange, failure, options.size);
   return group;
 }
 
@@ -148,20 +202,20 @@ Meeting meet(const Communicator::Options& options, const BlobExchange& exchange)
     meeting.map = HostMap::of({""}, 1);
     return meeting;
   }
-  meeting.map = mapHosts(options, exchange);
-  if (meeting.map.hosts.size() > 1) {
-    shareCards(meeting, options, exchange);
+  introduce(meeting, options, exchange);
+  std::optional<Error> failure;
+  if (meeting.map.hosts.size() < static_cast<size_t>(options.size)) {
+    meeting.shm = shareMemory(meeting.map, options, exchange, failure);
   }
-  meeting.shm = shareMemory(meeting.map, options, exchange);
   if (meeting.mesh != nullptr) {
-    std::optional<Error> failure;
+    // Also where memory could not be shared: others would wait for this rank.
     try {
       joinControl(meeting, options);
     } catch (const Error& error) {
-      failure = error;
+      failure = failure.has_value() ? failure : error;
     }
-    agree(exchange, failure, options.size);
   }
+  agree(exchange, failure, options.size);
   return meeting;
 }
 
