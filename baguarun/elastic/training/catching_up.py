@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from baguarun.comm.algorithms import AsyncModelAverage
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.groups import read_worker_env
 from baguarun.elastic.training import replicated, streaming
 from baguarun.elastic.training.applied import AppliedSteps
 from baguarun.elastic.training.committed import CommittedCopies
@@ -55,6 +56,7 @@ class CatchingUp:
             committed=self._state._steps,
             sub_steps=self.applied.count,
             is_whole=self.applied.is_whole,
+            node=read_worker_env().node_rank,
         )
 
     def commit(self) -> None:

@@ -274,14 +274,14 @@ class InPlaceRun:
     def _exchange_standings(self) -> tuple[list[Standing], list[int]]:
         """Of all ranks: where they stand, and a number that tells whether their states fit together."""
         mine = self._catching_up.standing(valid=self._is_valid)
-        numbers = [mine.valid, mine.committed, mine.sub_steps, mine.is_whole]
+        numbers = [mine.valid, mine.committed, mine.sub_steps, mine.is_whole, mine.node]
         row = torch.tensor([*map(int, numbers), replicated.digest(self._declaration)], device=device())
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).tolist()
         standings = [
-            Standing(valid=bool(valid), committed=steps, sub_steps=sub, is_whole=bool(is_whole))
-            for valid, steps, sub, is_whole, _ in found
+            Standing(valid=bool(valid), committed=steps, sub_steps=sub, is_whole=bool(is_whole), node=node)
+            for valid, steps, sub, is_whole, node, _ in found
         ]
         return standings, [digest for *_, digest in found]
 

@@ -18,6 +18,8 @@ class Standing:
     """Optimizer steps it has taken since."""
     is_whole: bool = False
     """They are all that the step has."""
+    node: int = 0
+    """Where it runs: ranks of one node do not need the network."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def plan(standings: Sequence[Standing], *, replicas_differ: bool = False) -> lis
     target = max(standings[rank].position for rank in valid)
     sources = [rank for rank in valid if replicas_differ or standings[rank].position == target]
     receivers = [rank for rank in range(len(standings)) if rank not in sources]
-    from_rank = {rank: sources[index % len(sources)] for index, rank in enumerate(receivers)}
+    from_rank = _choose_sources(standings, sources, receivers)
     parts = []
     for rank, standing in enumerate(standings):
         is_behind = standing.valid and standing.committed < target[0] and not replicas_differ
@@ -68,3 +70,16 @@ def plan(standings: Sequence[Standing], *, replicas_differ: bool = False) -> lis
             )
         )
     return parts
+
+
+def _choose_sources(
+    standings: Sequence[Standing], sources: Sequence[int], receivers: Sequence[int]
+) -> dict[int, int]:
+    """The source of each receiver: of its own node where there is one, and of those who has least to send."""
+    chosen: dict[int, int] = {}
+    load = dict.fromkeys(sources, 0)
+    for rank in receivers:
+        near = [source for source in sources if standings[source].node == standings[rank].node]
+        chosen[rank] = min(near or sources, key=lambda source: load[source])
+        load[chosen[rank]] += 1
+    return chosen

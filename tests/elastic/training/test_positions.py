@@ -47,6 +47,17 @@ def test_relaxed_survivors_keep_their_own_position() -> None:
     assert parts[2] == Part(begins_anew=True, receive_from=0)
 
 
+def on_node(node: int, *, valid: bool = True) -> Standing:
+    return Standing(valid=valid, node=node)
+
+
+def test_a_newcomer_is_sent_to_by_a_rank_of_its_node_where_there_is_one() -> None:
+    """Two with whole copies on node 1, one on node 2; three newcomers on node 2 and one on node 0."""
+    newcomers = [on_node(2, valid=False)] * 3 + [on_node(0, valid=False)]
+    parts = plan([on_node(1), on_node(1), on_node(2), *newcomers])
+    assert [part.send_to for part in parts[:3]] == [(6,), (), (3, 4, 5)]
+
+
 STANDINGS = [NEWCOMER, at(2), at(2, 1), at(2, 2), at(3), at(3, 1)]
 
 
