@@ -39,6 +39,8 @@ std::string StoreExchange::key(uint64_t round, int rank) const {
   return "exchange/" + std::to_string(round) + "/" + std::to_string(rank);
 }
 
+std::string StoreExchange::claim(int rank) { return "claim/" + std::to_string(rank); }
+
 std::vector<std::string> StoreExchange::keys(uint64_t round) const {
   std::vector<std::string> all;
   for (int rank = 0; rank < size_; ++rank) {
@@ -66,27 +68,29 @@ std::vector<std::string> StoreExchange::exchange(const std::string& mine) {
       all.push_back(get(each));
     }
   }
+  // All have come to this round, so nobody reads what was said in the last one any more.
   if (round > 0) {
-    // All have come to this round, so nobody reads what was said in the last one any more.
     remove({key(round - 1, rank_)});
+  }
+  if (round == 1) {
+    remove({claim(rank_)});
   }
   return all;
 }
 
 void StoreExchange::finish() {
-  if (round_ > 0 && store_->add("readers", 1) == size_) {
-    std::vector<std::string> last = keys(round_ - 1);
-    for (int rank = 0; rank < size_; ++rank) {
-      last.push_back("claim/" + std::to_string(rank));
-    }
-    last.emplace_back("readers");
-    remove(last);
+  if (round_ == 1) {
+    remove({claim(rank_)});
+  }
+  if (store_->add("readers", 1) == size_) {
+    remove(keys(round_ - 1));
+    remove({"readers"});
   }
 }
 
 std::string StoreExchange::agreeOnNonce() {
   // Two processes of one rank would overwrite each other's blobs.
-  if (store_->add("claim/" + std::to_string(rank_), 1) != 1) {
+  if (store_->add(claim(rank_), 1) != 1) {
     throw Error(Fault::kUsage, "",
                 "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
                     " is taken: two processes have it, or the store's prefix was used before");

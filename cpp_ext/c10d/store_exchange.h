@@ -27,7 +27,7 @@ class StoreExchange {
   // A string that no other group has: rank 0's. An exchange.
   std::string agreeOnNonce();
 
-  // After the last exchange, if all went well here.
+  // After the last exchange, of which there was one at least, if all went well here.
   void finish();
 
   // Lets the others, who would wait in vain, end with `reason`.
@@ -35,6 +35,7 @@ class StoreExchange {
 
  private:
   std::string key(uint64_t round, int rank) const;
+  static std::string claim(int rank);
   std::vector<std::string> keys(uint64_t round) const;
   std::string get(const std::string& key);
   void awaitAll(uint64_t round);
