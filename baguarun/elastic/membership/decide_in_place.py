@@ -257,7 +257,7 @@ def _change_politely(
             return _go_on(view, muster, world.restart_count, f"{names} leaves", polite=True)
         return Decision(Wait(), f"{names} wants to leave; too few nodes would be left")
     if muster.newcomers:
-        until_s = view.newcomer_s + settings.join_settle_s
+        until_s = view.newcomer_s + settings.newcomers_settle_s
         if now_s < until_s and _more_may_come(view, muster):
             return Decision(Wait(until_s), f"{running}; more are joining")
         reason = f"new workers on {join_names(muster.newcomers)}"

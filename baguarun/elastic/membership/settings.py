@@ -64,6 +64,12 @@ class MembershipSettings:
         return 0.06 * self._by_lease_s
 
     @property
+    def newcomers_settle_s(self) -> float:
+        """The same in place, where others train on meanwhile: a node's workers, which start at the same time
+        and are ready some tenths of a second apart, make the others stand once."""
+        return 0.4
+
+    @property
     def loss_settle_s(self) -> float:
         """Quiet time after a loss or a leave, so that several at once cost one new World."""
         return 0.01 * self.detect_timeout_s

@@ -152,6 +152,17 @@ def test_nobody_comes_in_before_all_workers_have_entered() -> None:
     assert workers["c"] == (Process(0, 0, 1),)
 
 
+def test_the_workers_of_a_node_come_in_together_if_they_are_ready_within_a_moment() -> None:
+    """The others stand once for both; a worker that takes longer does not keep the first one out."""
+    first, second = Process(0, 0, 1), Process(1, 0, 1)
+    one = with_state(C, first)
+    action, reason = decided(A, B, one, newcomer_s=NOW_S - 0.1)
+    assert action == Wait(NOW_S - 0.1 + SETTINGS.newcomers_settle_s) and "more are joining" in reason
+    assert published(A, B, one, newcomer_s=NOW_S - 0.5)[0]["c"] == (first,)
+    both = with_state(C, first, second)
+    assert published(A, B, both, newcomer_s=NOW_S)[0]["c"] == (first, second)
+
+
 def test_a_node_is_asked_to_start_newcomers_only_if_there_is_room() -> None:
     assert decided(A, B, C)[0] == Invite(("c",))
     assert isinstance(decided(A, B, C, invited=frozenset("c"))[0], Wait)
