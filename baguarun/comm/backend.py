@@ -21,6 +21,9 @@ class BaguanetOptions:
     arena_bytes: int = 0
     """Room for tensors of the backend's `allocate_tensor` on this rank, which ranks of one host reduce where
     they lie. Costs memory when it is allocated and used."""
+    over: Any = None
+    """A group of the same ranks in the same order that has baguanet on the CPU: the new one is made by a
+    collective of it, several times sooner than by torch's store (None)."""
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 0:
@@ -36,6 +39,25 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
+def backend_of(group: Any, device: Any) -> Any:
+    """The backend itself: TORCH_DISTRIBUTED_DEBUG=DETAIL puts one that checks arguments around it.
+
+    Raises `RuntimeError` if the group has none for `device`, a `torch.device`.
+    """
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def backend_on_cpu(group: Any) -> Any:
+    """As `backend_of`, for CPU tensors; None if the group has none."""
+    import torch
+
+    try:
+        return backend_of(group, torch.device("cpu"))
+    except RuntimeError:
+        return None
+
+
 def _create(options: Any, backend_options: object) -> Any:
     """One rank's `baguarun._C.Backend`, joined with the group's others through the store in `options`."""
     # torch imports this module while it is imported itself, maybe by that one.
@@ -47,7 +69,8 @@ def _create(options: Any, backend_options: object) -> Any:
             f"pg_options={backend_options!r}: want baguarun.comm.backend.BaguanetOptions; baguanet's other "
             "settings are the variables BAGUA_NET_* and the group's timeout"
         )
-    return load_extension().Backend(options, arena_bytes=asked.arena_bytes)
+    over = None if asked.over is None else backend_on_cpu(asked.over)
+    return load_extension().Backend(options, arena_bytes=asked.arena_bytes, over=over)
 
 
 register()

@@ -10,14 +10,13 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from baguarun.comm.backend import NAME as BAGUANET
-from baguarun.comm.backend import BaguanetOptions
+from baguarun.comm.backend import BaguanetOptions, backend_of, backend_on_cpu
 from baguarun.comm.extension import load_extension
 from baguarun.comm.rails import NodeLayout, lay_out
 from baguarun.contract import WorkerEnv
@@ -109,7 +108,7 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device, *, arena_bytes
     had there it is Gloo, and a warning says why.
     """
     try:
-        backend = _backend(parent, device)
+        backend = backend_of(parent, device)
     except RuntimeError as error:
         raise UsageError(
             f"the model is on {device}, for which the process group has no backend "
@@ -140,12 +139,19 @@ def _new_engine_group(
         ranks=dist.get_process_group_ranks(parent),
         backend=backend,
         timeout=timeout,
-        pg_options=BaguanetOptions(arena_bytes=arena_bytes) if backend == BAGUANET else None,
+        pg_options=made_over(parent, arena_bytes=arena_bytes) if backend == BAGUANET else None,
         use_local_synchronization=True,
         group_desc="baguarun engine",
     )
     abort_with_others(group)
     return group
+
+
+def made_over(parent: dist.ProcessGroup, *, arena_bytes: int = 0) -> BaguanetOptions:
+    """For a baguanet group with the members of `parent`, made by a collective of `parent` if that can be."""
+    backend = backend_on_cpu(parent)
+    is_over = backend is not None and backend.name() == BAGUANET
+    return BaguanetOptions(arena_bytes=arena_bytes, over=parent if is_over else None)
 
 
 def abort_with_others(group: dist.ProcessGroup | None) -> None:
@@ -156,7 +162,7 @@ def abort_with_others(group: dist.ProcessGroup | None) -> None:
     if group is None or read_worker_env().control_fd is None:
         return
     for device in group._device_types:
-        backend = _backend(group, device)
+        backend = backend_of(group, device)
         if backend.name() != BAGUANET:
             load_extension().abort_with_groups(backend)
 
@@ -176,7 +182,7 @@ def same_number_of_groups(parent: dist.ProcessGroup) -> None:
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the collectives of `group` on `device` may take."""
-    timeout: timedelta = _backend(group, device).options._timeout
+    timeout: timedelta = backend_of(group, device).options._timeout
     return timeout
 
 
@@ -208,7 +214,7 @@ def group_like(
 
     Collective over `ranks`, all of which must be in as many groups: see `same_number_of_groups`.
     """
-    backend = _backend(group, device)
+    backend = backend_of(group, device)
     members = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(
         ranks=[members[rank] for rank in ranks],
@@ -224,12 +230,6 @@ def group_like(
 def _host_identity() -> str:
     namespaces = (str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))
     return ":".join([_read_boot_id(), *namespaces])
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend itself: TORCH_DISTRIBUTED_DEBUG=DETAIL puts one that checks arguments around it."""
-    backend = group._get_backend(device)
-    return getattr(backend, "wrapped_pg", backend)
 
 
 def _read_boot_id() -> str:

@@ -17,14 +17,15 @@ using backend::BaguanetBackend;
 namespace {
 
 c10::intrusive_ptr<BaguanetBackend> makeBackend(const ::c10d::DistributedBackendOptions& asked,
-                                                size_t arenaBytes) {
+                                                size_t arenaBytes,
+                                                const c10::intrusive_ptr<BaguanetBackend>& over) {
   const std::vector<uint64_t> globalRanks(asked.global_ranks_in_group.begin(),
                                           asked.global_ranks_in_group.end());
   auto options = c10::make_intrusive<BaguanetBackend::Options>(
       std::chrono::duration_cast<std::chrono::milliseconds>(asked.timeout), asked.group_id, globalRanks,
       arenaBytes);
   return c10::make_intrusive<BaguanetBackend>(asked.store, asked.group_rank, asked.group_size,
-                                              std::move(options));
+                                              std::move(options), over);
 }
 
 }  // namespace
@@ -34,7 +35,8 @@ void bindBackend(py::module_& module) {
   py::module_::import("torch._C._distributed_c10d");
   const auto withoutGil = py::call_guard<py::gil_scoped_release>();
   py::class_<BaguanetBackend, ::c10d::Backend, c10::intrusive_ptr<BaguanetBackend>>(module, "Backend")
-      .def(py::init(&makeBackend), py::arg("options"), py::kw_only(), py::arg("arena_bytes"), withoutGil)
+      .def(py::init(&makeBackend), py::arg("options"), py::kw_only(), py::arg("arena_bytes"),
+           py::arg("over") = c10::intrusive_ptr<BaguanetBackend>(), withoutGil)
       .def("_set_default_timeout", &BaguanetBackend::setTimeout, py::arg("timeout"), withoutGil)
       .def_property_readonly("options", &BaguanetBackend::getBackendOptions);
   // After the end of the interpreter no thread may call back into Python.

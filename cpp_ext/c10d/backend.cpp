@@ -4,8 +4,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
+#include <optional>
 #include <utility>
 
+#include "c10d/group_exchange.h"
 #include "c10d/live_groups.h"
 #include "c10d/store_exchange.h"
 #include "c10d/tensors.h"
@@ -23,6 +27,29 @@ constexpr milliseconds kShortestJoin{5'000};
 // Arenas are measured in these.
 constexpr size_t kPage = 4096;
 
+// A string that no other group has: rank 0's. An exchange.
+std::string agreeOnNonce(const net::BlobExchange& exchange, int size) {
+  std::array<uint8_t, 16> random;
+  net::fillRandom(random);
+  std::string nonce;
+  for (const uint8_t byte : random) {
+    std::array<char, 3> hex;
+    std::snprintf(hex.data(), hex.size(), "%02x", byte);
+    nonce += hex.data();
+  }
+  const std::string sizeText = std::to_string(size) + " ";
+  const std::vector<std::string> all = exchange(sizeText + nonce);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const std::string& blob = all[rank];
+    if (!blob.starts_with(sizeText)) {
+      throw net::Error(
+          net::Fault::kUsage, "rank " + std::to_string(rank),
+          "its group has " + blob.substr(0, blob.find(' ')) + " ranks, this one's " + std::to_string(size));
+    }
+  }
+  return all[0].substr(sizeText.size());
+}
+
 void checkTag(int tag) { TORCH_CHECK_VALUE(tag >= 0, "baguanet: found tag ", tag, "; want zero or more"); }
 
 }  // namespace
@@ -35,37 +62,53 @@ BaguanetBackend::Options::Options(milliseconds timeout, std::string group, std::
 }
 
 BaguanetBackend::BaguanetBackend(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                                 c10::intrusive_ptr<Options> options)
+                                 c10::intrusive_ptr<Options> options,
+                                 const c10::intrusive_ptr<BaguanetBackend>& over)
     : Backend(rank, size), options_(std::move(options)), timeout_(options_->timeout) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "baguanet: found rank ", rank, " of ", size,
                     "; want 0 <= rank < size");
-  connect(store);
+  TORCH_CHECK_VALUE(!over || (over->getRank() == rank && over->getSize() == size), "baguanet: found rank ",
+                    rank, " of ", size, " to be made over a group of other ranks; want the same");
+  connect(store, over ? over->driver_ : nullptr);
   init();
 }
 
-void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store) {
+void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store,
+                              const std::shared_ptr<Driver>& over) {
   const milliseconds timeout =
       LiveGroups::ofProcess().boundedMeeting(std::max(timeout_.load(), kShortestJoin));
-  StoreExchange exchange(store, rank_, size_, timeout);
+  std::optional<StoreExchange> byStore;
   try {
-    net::Communicator::Options options{.rank = rank_,
-                                       .size = size_,
-                                       .nonce = exchange.agreeOnNonce(),
-                                       .env = net::Env::read(),
-                                       .timeout = timeout,
-                                       .arenaBytes = options_->arenaBytes,
-                                       .check = [] { LiveGroups::ofProcess().throwIfInterrupted(); }};
-    auto communicator = std::make_unique<net::Communicator>(
-        options, [&exchange](const std::string& mine) { return exchange.exchange(mine); });
-    exchange.finish();
-    driver_ = std::make_shared<Driver>(std::move(communicator), options_->group_name);
-    driver_->beat();
-    LiveGroups::ofProcess().add(driver_);
+    if (over) {
+      GroupExchange byGroup(over, timeout);
+      join([&](const std::string& mine) { return byGroup.exchange(mine); }, timeout);
+      return;
+    }
+    byStore.emplace(store, rank_, size_, timeout);
+    byStore->claim();
+    join([&](const std::string& mine) { return byStore->exchange(mine); }, timeout);
+    byStore->finish();
   } catch (const std::exception& error) {
-    exchange.failed(error.what());
+    if (byStore) {
+      byStore->failed(error.what());
+    }
     const Label label{.operation = "joining"};
     std::rethrow_exception(translate(std::current_exception(), label, options_->group_name));
   }
+}
+
+void BaguanetBackend::join(const net::BlobExchange& exchange, milliseconds timeout) {
+  const net::Communicator::Options options{.rank = rank_,
+                                           .size = size_,
+                                           .nonce = agreeOnNonce(exchange, size_),
+                                           .env = net::Env::read(),
+                                           .timeout = timeout,
+                                           .arenaBytes = options_->arenaBytes,
+                                           .check = [] { LiveGroups::ofProcess().throwIfInterrupted(); }};
+  driver_ =
+      std::make_shared<Driver>(std::make_unique<net::Communicator>(options, exchange), options_->group_name);
+  driver_->beat();
+  LiveGroups::ofProcess().add(driver_);
 }
 
 BaguanetBackend::~BaguanetBackend() {

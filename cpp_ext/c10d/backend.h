@@ -41,9 +41,10 @@ class BaguanetBackend final : public ::c10d::Backend {
   };
 
   // Joins the others through `store`, whose prefix must be fresh. Takes up to the timeout of the options, but
-  // not less than five seconds. Throws c10::DistBackendError.
+  // not less than five seconds. With `over`, a group of the same ranks, the store is not needed: it is a
+  // collective of that group. Throws c10::DistBackendError.
   BaguanetBackend(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                  c10::intrusive_ptr<Options> options);
+                  c10::intrusive_ptr<Options> options, const c10::intrusive_ptr<BaguanetBackend>& over);
   ~BaguanetBackend() override;
 
   const std::string getBackendName() const override { return kName; }
@@ -110,7 +111,8 @@ class BaguanetBackend final : public ::c10d::Backend {
     bool isAsync;
   };
 
-  void connect(const c10::intrusive_ptr<::c10d::Store>& store);
+  void connect(const c10::intrusive_ptr<::c10d::Store>& store, const std::shared_ptr<Driver>& over);
+  void join(const net::BlobExchange& exchange, std::chrono::milliseconds timeout);
   std::chrono::milliseconds timeoutOf(std::chrono::milliseconds asked) const;
   void checkRank(int64_t rank, const char* what) const;
   Result submit(const Call& call, const Tensors& inputs, const Tensors& outputs, Collective::Body body);

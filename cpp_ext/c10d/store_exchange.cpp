@@ -3,8 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -39,7 +37,7 @@ std::string StoreExchange::key(uint64_t round, int rank) const {
   return "exchange/" + std::to_string(round) + "/" + std::to_string(rank);
 }
 
-std::string StoreExchange::claim(int rank) { return "claim/" + std::to_string(rank); }
+std::string StoreExchange::claimKey() const { return "claim/" + std::to_string(rank_); }
 
 std::vector<std::string> StoreExchange::keys(uint64_t round) const {
   std::vector<std::string> all;
@@ -73,14 +71,14 @@ std::vector<std::string> StoreExchange::exchange(const std::string& mine) {
     remove({key(round - 1, rank_)});
   }
   if (round == 1) {
-    remove({claim(rank_)});
+    remove({claimKey()});
   }
   return all;
 }
 
 void StoreExchange::finish() {
   if (round_ == 1) {
-    remove({claim(rank_)});
+    remove({claimKey()});
   }
   if (store_->add("readers", 1) == size_) {
     remove(keys(round_ - 1));
@@ -88,32 +86,13 @@ void StoreExchange::finish() {
   }
 }
 
-std::string StoreExchange::agreeOnNonce() {
+void StoreExchange::claim() {
   // Two processes of one rank would overwrite each other's blobs.
-  if (store_->add(claim(rank_), 1) != 1) {
+  if (store_->add(claimKey(), 1) != 1) {
     throw Error(Fault::kUsage, "",
                 "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
                     " is taken: two processes have it, or the store's prefix was used before");
   }
-  std::array<uint8_t, 16> random;
-  net::fillRandom(random);
-  std::string nonce;
-  for (const uint8_t byte : random) {
-    std::array<char, 3> hex;
-    std::snprintf(hex.data(), hex.size(), "%02x", byte);
-    nonce += hex.data();
-  }
-  const std::string sizeText = std::to_string(size_) + " ";
-  const std::vector<std::string> all = exchange(sizeText + nonce);
-  for (int rank = 0; rank < size_; ++rank) {
-    const std::string& blob = all[static_cast<size_t>(rank)];
-    if (!blob.starts_with(sizeText)) {
-      throw Error(
-          Fault::kUsage, "rank " + std::to_string(rank),
-          "its group has " + blob.substr(0, blob.find(' ')) + " ranks, this one's " + std::to_string(size_));
-    }
-  }
-  return all[0].substr(sizeText.size());
 }
 
 void StoreExchange::awaitAll(uint64_t round) {

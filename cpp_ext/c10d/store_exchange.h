@@ -24,8 +24,8 @@ class StoreExchange {
   // reason of a rank that failed().
   std::vector<std::string> exchange(const std::string& mine);
 
-  // A string that no other group has: rank 0's. An exchange.
-  std::string agreeOnNonce();
+  // Before the first exchange. Throws net::Error (kUsage) if another process has this rank.
+  void claim();
 
   // After the last exchange, of which there was one at least, if all went well here.
   void finish();
@@ -35,7 +35,7 @@ class StoreExchange {
 
  private:
   std::string key(uint64_t round, int rank) const;
-  static std::string claim(int rank);
+  std::string claimKey() const;
   std::vector<std::string> keys(uint64_t round) const;
   std::string get(const std::string& key);
   void awaitAll(uint64_t round);

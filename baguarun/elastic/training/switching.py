@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.groups import made_over
 
 _RELAXED_COMMITS = 8
 """Commits between two questions where ranks are not in step."""
@@ -43,8 +44,12 @@ class SwitchBoundary:
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             # On the CPU whatever the default group is on: no stream of an accelerator is waited for.
+            assert dist.group.WORLD is not None
             self._group = dist.new_group(
-                backend=BAGUANET, use_local_synchronization=True, group_desc="baguarun boundary"
+                backend=BAGUANET,
+                pg_options=made_over(dist.group.WORLD),
+                use_local_synchronization=True,
+                group_desc="baguarun boundary",
             )
         self._numbers = torch.zeros(2, dtype=torch.int64)
         self._work: dist.Work | None = None
