@@ -224,14 +224,13 @@ void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
     lock.unlock();
     auto error = execute(*next);
     lock.lock();
+    giveOverdueBeat(lock);
     next->listed_ = false;
     ended.push_back({next, std::move(error)});
     takeEnded(ended);
   } else {
     const uint64_t seen = numPosted_;
-    lock.unlock();
-    const bool moved = moveMessages();
-    lock.lock();
+    const bool moved = look(lock);
     takeEnded(ended);
     const bool nothingNew = queue_.empty() && numPosted_ == seen && !closed_;
     if (!moved && ended.empty() && nothingNew && Clock::now() < sleepUntil) {
@@ -243,6 +242,22 @@ void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
     }
   }
   leave(lock, std::move(ended));
+}
+
+// Moves messages, and gives a sign of life if one is due.
+bool Driver::look(Lock& lock) {
+  beatAt_ = Clock::now() + beatInterval_;
+  lock.unlock();
+  const bool moved = moveMessages();
+  lock.lock();
+  return moved;
+}
+
+// A collective that found everything there has not looked at the links.
+void Driver::giveOverdueBeat(Lock& lock) {
+  if (beatInterval_.count() > 0 && Clock::now() >= beatAt_) {
+    look(lock);
+  }
 }
 
 // Those who wait are told when nobody drives: what they call then may start and await operations itself.
@@ -345,20 +360,18 @@ void Driver::loop() {
   }
 }
 
-// Until there may be work.
+// Until there may be work, or a sign of life is due, which is given here. What is started meanwhile does not
+// put that off: who starts something every few milliseconds may never have to wait in it.
 void Driver::rest(Lock& lock) {
   if (beatInterval_.count() == 0) {
     work_.wait(lock);
-    return;
-  }
-  // Who drives gives signs of life itself while it waits, but may be gone again before it has waited.
-  auto patience = beatInterval_;
-  while (work_.wait_for(lock, patience) == std::cv_status::timeout && !threadStops_) {
-    if (!driven_) {
-      step(lock, Clock::time_point::min());
-      return;
-    }
-    patience = beatInterval_ / kLooksInBeat;
+  } else if (Clock::now() < beatAt_) {
+    work_.wait_until(lock, beatAt_);
+  } else if (driven_) {
+    // Who drives gives signs of life itself while it waits, but may be gone again before it has waited.
+    work_.wait_for(lock, beatInterval_ / kLooksInBeat);
+  } else {
+    step(lock, Clock::time_point::min());
   }
 }
 

@@ -81,6 +81,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void refuseFork() const;
   std::exception_ptr execute(Collective& collective) noexcept;
   bool moveMessages() noexcept;
+  bool look(Lock& lock);
+  void giveOverdueBeat(Lock& lock);
   void takeEnded(std::vector<Ended>& ended);
   void step(Lock& lock, Clock::time_point sleepUntil);
   void leave(Lock& lock, std::vector<Ended> ended);
@@ -107,6 +109,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   bool driven_ = false;
   // Who drives sleeps in the communicator and wants a wake().
   bool sleeping_ = false;
+  // When a sign of life is due, if nobody has looked at the links by then.
+  Clock::time_point beatAt_;
   bool closed_ = false;
   bool threadStops_ = false;
   std::thread thread_;
