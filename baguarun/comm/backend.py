@@ -70,6 +70,9 @@ def _create(options: Any, backend_options: object) -> Any:
             "settings are the variables BAGUA_NET_* and the group's timeout"
         )
     over = None if asked.over is None else backend_on_cpu(asked.over)
+    if asked.over is not None and (over is None or over.name() != NAME):
+        found = "no backend for the CPU" if over is None else f"{over.name()} on the CPU"
+        raise UsageError(f"BaguanetOptions(over=...): the group has {found}; want one that has {NAME} there")
     return load_extension().Backend(options, arena_bytes=asked.arena_bytes, over=over)
 
 
