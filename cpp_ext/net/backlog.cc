@@ -35,7 +35,7 @@ constexpr int SO_BUF_LOCK = 72;  // Linux 5.14
 
 }  // namespace
 
-void Backlog::onFull(int fd, bool mayLimit, Clock::time_point now) {
+void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
   if (now - lastCheck_ < kCheckEvery) {
     return;
   }
@@ -54,7 +54,11 @@ void Backlog::onFull(int fd, bool mayLimit, Clock::time_point now) {
   const microseconds trip(std::max(info.tcpi_rtt, info.tcpi_min_rtt));
   const microseconds queueing = trip - shortest;
   queueing_ += (queueing - queueing_) / kMemory;
-  if (!mayLimit) {
+  shortestTrip_ = shortest;
+  if (buffering == Buffering::kAsItIs) {
+    return;
+  }
+  if (buffering == Buffering::kFree) {
     if (limit_ != 0) {
       setLimit(fd, 0);
     }
@@ -81,6 +85,14 @@ double Backlog::bytesPerSecond() const noexcept {
 void Backlog::measure() noexcept {
   bytesMeasured_ = 0;
   measured_ = {};
+}
+
+// A limit is for what the way holds and for what may queue. A stream that something else holds back needs
+// only the first, at least half of it to move half as much.
+uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
+  const double onTheWay = static_cast<double>(limit_) * static_cast<double>(shortestTrip_.count()) /
+                          static_cast<double>((shortestTrip_ + kWantedQueue).count());
+  return std::max(static_cast<uint32_t>(limit_ / numStreams), static_cast<uint32_t>(onTheWay / 2));
 }
 
 // What cannot be set is left: a limit is a help, not a need.

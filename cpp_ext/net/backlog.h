@@ -14,12 +14,14 @@
 
 namespace baguarun::net {
 
+// Who decides how large a stream's send buffer is: the kernel, whoever said it last, or the queue.
+enum class Buffering { kFree, kAsItIs, kByQueue };
+
 // Threads: a value, one at a time.
 class Backlog {
  public:
-  // To be called when the kernel takes no more of the stream on `fd`. `mayLimit`: the buffer may be held
-  // small.
-  void onFull(int fd, bool mayLimit, Clock::time_point now);
+  // To be called when the kernel takes no more of the stream on `fd`.
+  void onFull(int fd, Buffering buffering, Clock::time_point now);
 
   // How much longer the round trip was than the shortest one, lately.
   std::chrono::microseconds queueing() const noexcept { return queueing_; }
@@ -30,11 +32,14 @@ class Backlog {
   void measure() noexcept;
   // Bytes of the send buffer; 0: the kernel decides.
   uint32_t limit() const noexcept { return limit_; }
+  void setLimit(int fd, uint32_t limit);
+  // The limit with which each of `numStreams` shows whether together they move more than this one alone, with
+  // no more of a queue; 0: none.
+  uint32_t limitOfEach(size_t numStreams) const noexcept;
 
  private:
-  void setLimit(int fd, uint32_t limit);
-
   std::chrono::microseconds queueing_{0};
+  std::chrono::microseconds shortestTrip_{0};
   uint32_t limit_ = 0;
   uint64_t bytesArrived_ = 0;
   uint64_t bytesMeasured_ = 0;

@@ -157,6 +157,7 @@ class Link {
   bool deal(Stream& stream);
   void onFull(Stream& stream);
   void rebalance();
+  void onPhase();
   void credit(StreamWriter& writer);
 
   bool pumpReads();
@@ -190,7 +191,8 @@ class Link {
   size_t dealOffset_ = 0;
   uint64_t recentBytes_ = 0;  // of all streams
   StreamCount streamCount_;
-  size_t firstStream_ = 0;  // where dealing begins
+  uint32_t limitOfOne_ = 0;  // of the first stream's buffer before all were tried
+  size_t firstStream_ = 0;   // where dealing begins
   Clock::time_point lastMoved_;
   Clock::time_point lastChecked_;
   Clock::time_point lastCompared_;

@@ -66,7 +66,7 @@ void Link::onFull(Stream& stream) {
   stream.isWritable = false;
   stream.wasFull = true;
   const auto now = Clock::now();
-  stream.backlog.onFull(stream.fd.get(), streamCount_.isOneAlone(now), now);
+  stream.backlog.onFull(stream.fd.get(), streamCount_.buffering(now), now);
 }
 
 // Fills an idle writer: one chunk of a long message, or as many short ones as make one.
@@ -136,9 +136,7 @@ void Link::rebalance() {
   const uint64_t largest = std::clamp<uint64_t>(gone, settings_.chunkBytes, kMaxChunkBytes);
   const uint32_t least = std::min(kLeastShareBytes, settings_.chunkBytes);
   if (streamCount_.observe(observed, now)) {
-    for (Stream& stream : streams_) {
-      stream.backlog.measure();
-    }
+    onPhase();
   }
   for (Stream& stream : used) {
     const uint64_t fair =
@@ -152,6 +150,34 @@ void Link::rebalance() {
     stream.wasFull = false;
   }
   recentBytes_ = 0;
+}
+
+// Streams on trial share what one alone had under way, which it has again afterwards.
+void Link::onPhase() {
+  Stream& one = streams_.front();
+  switch (streamCount_.phase()) {
+    case StreamCount::Phase::kChange: {
+      limitOfOne_ = one.backlog.limit();
+      const uint32_t limit = one.backlog.limitOfEach(streams_.size());
+      for (Stream& stream : streams_) {
+        stream.backlog.setLimit(stream.fd.get(), limit);
+      }
+      break;
+    }
+    case StreamCount::Phase::kChangeBack:
+    case StreamCount::Phase::kOne:
+      one.backlog.setLimit(one.fd.get(), limitOfOne_);
+      break;
+    case StreamCount::Phase::kAll:
+      limitOfOne_ = 0;
+      break;
+    case StreamCount::Phase::kTrial:
+    case StreamCount::Phase::kProof:
+      break;
+  }
+  for (Stream& stream : streams_) {
+    stream.backlog.measure();
+  }
 }
 
 void Link::credit(StreamWriter& writer) {

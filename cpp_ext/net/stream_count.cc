@@ -11,16 +11,17 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 constexpr microseconds kShortQueue{2'000};
+constexpr microseconds kQueue{5'000};
 constexpr microseconds kLongQueue{30'000};
-// A queue that is short, or long, as often and for so long in a row counts.
+// A queue that is short, there, or long, as often and for so long in a row counts.
 constexpr int kSigns = 8;
 constexpr milliseconds kSignsFor{100};
 // What one stream moves and what all move are measured for so long, the latter after a change of 50 ms.
 constexpr milliseconds kMeasure{200};
 constexpr milliseconds kChange{50};
-// Streams that are not full for long are too many.
+// Streams that are not full for so long are too many.
 constexpr milliseconds kLongestTrial{1'000};
-// All have to move as much more than one. Not less: other senders come and go meanwhile.
+// All have to move as much more than one.
 constexpr double kWorthIt = 1.5;
 constexpr milliseconds kSettle{500};
 constexpr seconds kFirstPause{20};
@@ -32,7 +33,8 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
   if (all_ == 1) {
     return false;
   }
-  bool isWorthIt = false;
+  const bool isMeasured = observed.measured >= kMeasure;
+  const bool isLate = now - since_ > kLongestTrial;
   switch (phase_) {
     case Phase::kOne:
       if (!observed.allFull) {
@@ -41,7 +43,10 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       if (isPersistent(!observed.isLimited && observed.queueing < kShortQueue, now)) {
         return go(Phase::kAll, now);
       }
-      if (now < nextTrial_ || observed.measured < kMeasure) {
+      if (!isSettled(now)) {
+        return true;
+      }
+      if (now < nextTrial_ || !isMeasured) {
         return false;
       }
       rateOfOne_ = observed.bytesPerSecond;
@@ -49,22 +54,51 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
     case Phase::kChange:
       return now - since_ > kChange && go(Phase::kTrial, now);
     case Phase::kTrial:
-      if (observed.measured < kMeasure && now - since_ < kLongestTrial) {
+      if (!isMeasured && !isLate) {
         return false;
       }
       pause_ = std::clamp<Clock::duration>(2 * pause_, kFirstPause, kLongestPause);
       nextTrial_ = now + pause_;
-      isWorthIt = observed.measured >= kMeasure && observed.bytesPerSecond >= kWorthIt * rateOfOne_;
-      return go(isWorthIt ? Phase::kAll : Phase::kOne, now);
-    case Phase::kAll:
-      return observed.allFull && isPersistent(now >= nextTrial_ && observed.queueing > kLongQueue, now) &&
-             go(Phase::kOne, now);
+      rateOfAll_ = observed.bytesPerSecond;
+      return go(isMeasured && rateOfAll_ >= kWorthIt * rateOfOne_ ? Phase::kChangeBack : Phase::kOne, now);
+    case Phase::kChangeBack:
+      return now - since_ > kChange && go(Phase::kProof, now);
+    case Phase::kProof:
+      if (!isMeasured && !isLate) {
+        return false;
+      }
+      return go(isMeasured && rateOfAll_ >= kWorthIt * observed.bytesPerSecond ? Phase::kAll : Phase::kOne,
+                now);
+    case Phase::kAll: {
+      if (!observed.allFull) {
+        return false;
+      }
+      const bool isLong = now >= nextTrial_ && observed.queueing > kLongQueue;
+      // Others that keep the queue short would have us wait for a long one for ever.
+      const bool isDue =
+          now - since_ > std::max<Clock::duration>(pause_, kFirstPause) && observed.queueing > kQueue;
+      if (!isPersistent(isLong || isDue, now)) {
+        return false;
+      }
+      if (isDue) {
+        pause_ = std::clamp<Clock::duration>(2 * pause_, kFirstPause, kLongestPause);
+      }
+      return go(Phase::kOne, now);
+    }
   }
   return false;
 }
 
-bool StreamCount::isOneAlone(Clock::time_point now) const noexcept {
-  return phase_ == Phase::kOne && now - since_ > kSettle;
+Buffering StreamCount::buffering(Clock::time_point now) const noexcept {
+  if (phase_ == Phase::kAll) {
+    return Buffering::kFree;
+  }
+  return phase_ == Phase::kOne && isSettled(now) ? Buffering::kByQueue : Buffering::kAsItIs;
+}
+
+// What all have left in the queue is gone.
+bool StreamCount::isSettled(Clock::time_point now) const noexcept {
+  return since_ == Clock::time_point{} || now - since_ > kSettle;
 }
 
 bool StreamCount::go(Phase phase, Clock::time_point now) {

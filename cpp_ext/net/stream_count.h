@@ -3,12 +3,15 @@
 // Several streams help where something holds each of them back: a long way, loss, a limit per connection, the
 // kernel's work on one core. In front of a line that one of them fills they help nobody; they only make the
 // queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
-// back. Where there is a queue, all are tried now and then, ever less often, and used if they move more.
+// back. Where there is a queue, all are tried now and then, ever less often, and used if they move more than
+// one did before and does afterwards: other senders come and go meanwhile. What is under way in a trial is
+// what one had, so that a trial in vain costs nothing.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 
+#include "net/backlog.h"
 #include "net/socket.h"
 
 namespace baguarun::net {
@@ -16,6 +19,8 @@ namespace baguarun::net {
 // Threads: a value, one at a time.
 class StreamCount {
  public:
+  enum class Phase { kOne, kChange, kTrial, kChangeBack, kProof, kAll };
+
   // Of the streams in use: whether all are full now and then, the shortest queueing lately, whether one has
   // its buffer limited, and what they moved per second while they were full, over how long.
   struct Observed {
@@ -31,14 +36,18 @@ class StreamCount {
   // To be called now and then while there is something to send. True: measure anew.
   bool observe(const Observed& observed, Clock::time_point now);
 
-  // One is in use, and the queue that it sees is its own: not the one that all left behind.
-  bool isOneAlone(Clock::time_point now) const noexcept;
+  Phase phase() const noexcept { return phase_; }
 
-  size_t used() const noexcept { return phase_ == Phase::kOne ? 1 : all_; }
+  // What streams may do with their buffers. One alone goes by the queue that it sees, once that is its own
+  // and not the one that all left behind.
+  Buffering buffering(Clock::time_point now) const noexcept;
+
+  size_t used() const noexcept {
+    return phase_ == Phase::kOne || phase_ == Phase::kChangeBack || phase_ == Phase::kProof ? 1 : all_;
+  }
 
  private:
-  enum class Phase { kOne, kChange, kTrial, kAll };
-
+  bool isSettled(Clock::time_point now) const noexcept;
   bool go(Phase phase, Clock::time_point now);
   bool isPersistent(bool isSign, Clock::time_point now);
 
@@ -46,6 +55,7 @@ class StreamCount {
   Phase phase_ = Phase::kOne;
   Clock::time_point since_{};
   double rateOfOne_ = 0;
+  double rateOfAll_ = 0;
   Clock::time_point nextTrial_{};
   Clock::duration pause_{0};
   // How often in a row, and since when, what was observed spoke for a change.

@@ -226,8 +226,31 @@ def test_all_streams_are_tried_and_kept_where_they_move_more() -> None:
     link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
     link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
     link.observe(1, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
+    link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.observe(900, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    used = link.used()
+    assert used[:11] == [4] * 5 + [1] * 5 + [4]
+    assert set(used[10:]) == {4}
+
+
+def test_all_streams_are_left_where_one_moves_as_much_once_others_are_gone() -> None:
+    link = StreamProbe()
+    link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
+    link.observe(1, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
     link.observe(20, queueing_us=20_000, rate=1.6e6, measured_ms=200)
-    assert set(link.used()) == {4}
+    assert set(link.used()[5:]) == {1}
+
+
+def test_all_streams_rest_in_the_end_where_others_keep_the_queue_short() -> None:
+    link = StreamProbe()
+    link.observe(10, queueing_us=300)
+    link.observe(1100, queueing_us=15_000)
+    used = link.used()
+    assert set(used[9:900]) == {4}
+    assert used[-1] == 1
 
 
 def test_all_streams_are_tried_and_left_where_they_move_the_same_and_ever_less_often() -> None:
