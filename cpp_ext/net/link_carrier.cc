@@ -6,6 +6,14 @@
 
 namespace baguarun::net {
 
+namespace {
+
+// What is given to the link goes before all that comes later. One payload is on its way, the next one is
+// there when that is gone.
+constexpr size_t kMaxPayloads = 2;
+
+}  // namespace
+
 bool LinkCarrier::send(const Packet& packet, const std::byte* payload) {
   Link* const link = mesh_.find(Mesh::Use::kSending, rank_);
   // A packet takes up to two of the link's requests.
@@ -14,6 +22,9 @@ bool LinkCarrier::send(const Packet& packet, const std::byte* payload) {
     return false;
   }
   const bool isData = packet.kind == Packet::Kind::kData;
+  if (isData && numPayloads_ == kMaxPayloads) {
+    return false;
+  }
   Parcel& parcel = parcels_.emplace_back();
   parcel.bytes.resize(sizeof(packet) + (isData ? 0 : packet.bytes));
   std::memcpy(parcel.bytes.data(), &packet, sizeof(packet));
@@ -24,6 +35,7 @@ bool LinkCarrier::send(const Packet& packet, const std::byte* payload) {
   parcel.payload = isData ? link->isend(payload, packet.bytes) : nullptr;
   NET_CHECK(parcel.request != nullptr && (!isData || parcel.payload != nullptr));
   mesh_.poke(Mesh::Use::kSending, rank_, sizeof(packet) + packet.bytes);
+  numPayloads_ += isData ? 1 : 0;
   ++numSent_;
   return true;
 }
@@ -38,6 +50,7 @@ uint64_t LinkCarrier::numFlushed() {
     link->test(parcel.request);
     if (parcel.payload != nullptr) {
       link->test(parcel.payload);
+      --numPayloads_;
     }
     parcels_.pop_front();
     ++numFlushed_;

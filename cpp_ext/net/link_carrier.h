@@ -33,6 +33,7 @@ class LinkCarrier : public Carrier {
   Mesh& mesh_;
   const int rank_;
   std::deque<Parcel> parcels_;
+  size_t numPayloads_ = 0;  // of them
   uint64_t numSent_ = 0;
   uint64_t numFlushed_ = 0;
   std::vector<std::byte> room_;  // for the next packet

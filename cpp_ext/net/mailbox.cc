@@ -107,7 +107,7 @@ bool Mailbox::progress() {
     const int peer = busyLanes_[i];
     Lane& lane = lanes_[static_cast<size_t>(peer)];
     moved |= flush(peer, lane);
-    if (lane.outgoing.empty() && lane.unflushed.empty()) {
+    if (lane.words.empty() && lane.outgoing.empty() && lane.unflushed.empty()) {
       busyLanes_[i] = busyLanes_.back();
       busyLanes_.pop_back();
     } else {
@@ -165,6 +165,15 @@ void Mailbox::beginSend(const Handle& operation) {
 
 void Mailbox::queue(int peer, Outgoing outgoing) {
   lanes_[static_cast<size_t>(peer)].outgoing.push_back(std::move(outgoing));
+  markBusy(peer);
+}
+
+void Mailbox::tell(int peer, const Packet& word) {
+  lanes_[static_cast<size_t>(peer)].words.push_back(word);
+  markBusy(peer);
+}
+
+void Mailbox::markBusy(int peer) {
   if (std::ranges::find(busyLanes_, peer) == busyLanes_.end()) {
     busyLanes_.push_back(peer);
   }
@@ -204,11 +213,8 @@ void Mailbox::offerAhead(const Handle& receive, const Tag& tag) {
   receive->isOffered = true;
   receive->id = kOfferBit | ++numOffers_;
   receives_[keyOf(receive->peer, receive->id)] = receive;
-  queue(receive->peer, {.packet = {.kind = Packet::Kind::kAhead,
-                                   .tag = receive->tag,
-                                   .id = receive->id,
-                                   .total = receive->bytes},
-                        .operation = nullptr});
+  tell(receive->peer,
+       {.kind = Packet::Kind::kAhead, .tag = receive->tag, .id = receive->id, .total = receive->bytes});
 }
 
 // The room is for the first message that has asked and got none, or else for one to come.
@@ -269,7 +275,7 @@ void Mailbox::deliver(const Handle& receive, Arrival& arrival, const std::byte* 
   } else if (arrival.isWaiting) {
     receive->id = arrival.id;
     receives_[keyOf(arrival.from, arrival.id)] = receive;
-    queue(arrival.from, {.packet = {.kind = Packet::Kind::kGrant, .id = arrival.id}, .operation = nullptr});
+    tell(arrival.from, {.kind = Packet::Kind::kGrant, .id = arrival.id});
     // An empty message that had to ask has nothing to follow.
     if (arrival.bytes == 0) {
       receives_.erase(keyOf(arrival.from, arrival.id));
@@ -288,7 +294,7 @@ void Mailbox::credit(int from, uint64_t bytes) {
     return;
   }
   const uint64_t readBytes = std::exchange(lane.readBytes, 0);
-  queue(from, {.packet = {.kind = Packet::Kind::kCredit, .total = readBytes}, .operation = nullptr});
+  tell(from, {.kind = Packet::Kind::kCredit, .total = readBytes});
 }
 
 void Mailbox::finish(const Handle& operation) {
@@ -306,7 +312,11 @@ bool Mailbox::flush(int peer, Lane& lane) {
     return false;
   }
   bool moved = false;
-  for (int count = 0; count < kMaxPackets && !lane.outgoing.empty(); ++count) {
+  while (!lane.words.empty() && carrier->send(lane.words.front(), nullptr)) {
+    lane.words.pop_front();
+    moved = true;
+  }
+  for (int count = 0; count < kMaxPackets && lane.words.empty() && !lane.outgoing.empty(); ++count) {
     if (!sendNext(*carrier, lane.outgoing.front(), lane)) {
       break;
     }
@@ -327,7 +337,7 @@ bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
     packet.offset = operation->moved;
     packet.bytes = std::min<uint64_t>(operation->bytes - operation->moved, carrier.dataBytes());
   }
-  if (!carrier.send(packet, operation == nullptr ? nullptr : operation->data + packet.offset)) {
+  if (!carrier.send(packet, operation->data + packet.offset)) {
     return false;
   }
   switch (packet.kind) {
@@ -343,11 +353,12 @@ bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
       }
       break;
     case Packet::Kind::kRequest:
+      lane.outgoing.pop_front();
+      break;
     case Packet::Kind::kGrant:
     case Packet::Kind::kAhead:
     case Packet::Kind::kCredit:
-      lane.outgoing.pop_front();
-      break;
+      NET_CHECK(false);
   }
   return true;
 }

@@ -5,7 +5,8 @@
 // kMaxKeptBytes of this sender's: what nobody wants yet never fills anybody's memory. Whoever wants a large
 // message before there is word of it offers its room ahead, so that the sender need not ask: on a busy line a
 // question waits behind the data. Messages of one sender and tag are matched in the order in which they were
-// sent; a receive from anybody takes what came first.
+// sent; a receive from anybody takes what came first. Word of room goes ahead of messages: behind a large one
+// it would keep the other side from sending meanwhile.
 #pragma once
 
 #include <atomic>
@@ -65,12 +66,13 @@ class Mailbox : private PacketSink {
     std::deque<Handle> posted;
     std::deque<Arrival> arrived;
   };
-  // Something for a peer. `operation` is set where its buffer is in use.
+  // A message for a peer, or the question for its room.
   struct Outgoing {
     Packet packet;
     Handle operation;
   };
   struct Lane {
+    std::deque<Packet> words;  // of room; they go before `outgoing`
     std::deque<Outgoing> outgoing;
     std::deque<std::pair<uint64_t, Handle>> unflushed;        // done when as many packets are flushed
     uint64_t eagerBytes = 0;                                  // sent and not yet credited
@@ -92,6 +94,8 @@ class Mailbox : private PacketSink {
   void takeOffer(int from, const Packet& packet);
   void sendData(const Handle& send, uint64_t id);
   void queue(int peer, Outgoing outgoing);
+  void tell(int peer, const Packet& word);
+  void markBusy(int peer);
   void credit(int from, uint64_t bytes);
   void unpost(const Handle& receive);
   void finish(const Handle& operation);

@@ -89,9 +89,28 @@ if rank == 2:
 """
 
 
-def run(script: str, **environ: str) -> list[tuple[int, str]]:
+ONE_SENDS_MUCH = """
+import time
+large, small = torch.ones(4_000_000), torch.zeros(100_000)
+if rank == 0:
+    sending = dist.isend(large, 2, tag=1)
+    time.sleep(0.3)
+    dist.recv(small, 2, tag=2)
+    assert small.eq(1).all() and not sending.is_completed()
+    sending.wait()
+if rank == 2:
+    receiving = dist.irecv(large.zero_(), 0, tag=1)
+    dist.send(small.fill_(1), 0, tag=2)
+    receiving.wait()
+    assert large.eq(1).all()
+dist.destroy_process_group()
+print("went well")
+"""
+
+
+def run(script: str, rate_mbit: float | None = None, **environ: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank."""
-    with Lab(hosts=2) as lab:
+    with Lab(hosts=2, rate_mbit=rate_mbit) as lab:
         world = {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29400", "WORLD_SIZE": "4"}
         processes = []
         for rank in range(2 * RANKS_PER_HOST):
@@ -111,6 +130,11 @@ def run(script: str, **environ: str) -> list[tuple[int, str]]:
 
 def test_collectives_messages_and_training_cross_hosts() -> None:
     for code, said in run(EVERYTHING):
+        assert code == 0 and "went well" in said, said
+
+
+def test_messages_come_in_while_a_large_one_goes_out() -> None:
+    for code, said in run(ONE_SENDS_MUCH, rate_mbit=100):
         assert code == 0 and "went well" in said, said
 
 

@@ -199,10 +199,11 @@ class PendingExchange:
         self._received = list(received)
         sent_bytes = sum(tensor.nbytes for tensor in sent)
         self._flight = timeline.flight("exchange of weights", "wire", sent_bytes)
-        operations = []
-        for mine, other in zip(sent, self._received, strict=True):
-            operations.append(dist.P2POp(dist.isend, mine, group=group, group_peer=to_rank))
-            operations.append(dist.P2POp(dist.irecv, other, group=group, group_peer=from_rank))
+        # Receives first: word of their room is not to wait behind what is sent.
+        operations = [
+            dist.P2POp(dist.irecv, other, group=group, group_peer=from_rank) for other in self._received
+        ]
+        operations += [dist.P2POp(dist.isend, mine, group=group, group_peer=to_rank) for mine in sent]
         self._works: list[dist.Work] = _call(lambda: dist.batch_isend_irecv(operations))
 
     def wait(self) -> list[torch.Tensor]:
