@@ -107,11 +107,11 @@ class InPlaceRun:
             self._progress_at_s = now_s + _PROGRESS_EVERY_S
             self._tell_progress(busy_s=self._busy.since_last_s())
 
-    def at_boundary(self, *, may_wait: bool) -> None:
-        """After a commit. `may_wait`: `check` is called before the next step begins."""
+    def at_boundary(self, write_if_due: Callable[[], None], *, may_wait: bool) -> None:
         assert self._boundary is not None
-        self._look_for_news()
         try:
+            write_if_due()
+            self._look_for_news()
             newest = self._boundary.at_commit(self._told)
         except Exception as error:
             if not may_wait or not self._is_about_the_world(error):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,9 @@ class CommitWatcher(Protocol):
     def after_commit(self) -> None:
         """The commit is done on this rank."""
 
-    def at_boundary(self, *, may_wait: bool) -> None:
-        """The commit is over. May raise to end training in this World."""
+    def at_boundary(self, write_if_due: Callable[[], None], *, may_wait: bool) -> None:
+        """The commit is over but for a checkpoint. May raise to end training in this World; `may_wait`: or
+        leave that to `check`, which is called before the next step begins."""
 
     def check(self) -> None:
         """Raise again what ended training in this World, if the script has caught it."""
@@ -135,13 +136,11 @@ class State:
         self._committed_places = self._all_places()
         if self._watcher is not None:
             self._watcher.after_commit()
-        if self._folder is not None:
-            self._folder.report()
-            if self._folder.is_due(self._steps):
-                self._folder.write(self._snapshot(), wait=False)
-        if self._watcher is not None:
+        if self._watcher is None:
+            self._write_if_due()
+        else:
             # What the script has left to do in this round of its loop is done first: `steps` asks again.
-            self._watcher.at_boundary(may_wait=is_in_steps)
+            self._watcher.at_boundary(self._write_if_due, may_wait=is_in_steps)
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is there. Collective; raises what went wrong."""
@@ -164,6 +163,12 @@ class State:
         """Wait for checkpoints that are being written."""
         if self._folder is not None:
             self._folder.close()
+
+    def _write_if_due(self) -> None:
+        if self._folder is not None:
+            self._folder.report()
+            if self._folder.is_due(self._steps):
+                self._folder.write(self._snapshot(), wait=False)
 
     def _require_folder(self) -> CheckpointFolder:
         if self._folder is None:

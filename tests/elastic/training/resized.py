@@ -25,6 +25,7 @@ from baguarun.comm.groups import read_worker_env
 from baguarun.contract import Topic
 from baguarun.elastic import Checkpoints, State
 from baguarun.elastic.training import streaming, switching
+from baguarun.elastic.training.checkpoints import CheckpointFolder
 from baguarun.elastic.training.in_place import InPlaceRun, control_channel
 from tests.elastic.training.programs import SAMPLES, make_loader, make_model
 
@@ -38,9 +39,9 @@ class At:
     local_rank: int
     point: str
     """"begin" of a step, "micro" (after a micro-batch), "backward" (after it), "between" the optimizers,
-    "stepped", "answers" (looks at a commit whether to leave), "committed"; "ready" (said so), "enters",
-    "models" (their groups come next), "stands" (tells where it stands next); "sends" (half of the state is
-    sent), "half" (has come), "receives" (all has)."""
+    "stepped", "writes" (the first checkpoint of a World), "answers" (looks at a commit whether to leave),
+    "committed"; "ready" (said so), "enters", "models" (their groups come next), "stands" (tells where it
+    stands next); "sends" (half of the state is sent), "half" (has come), "receives" (all has)."""
     step: int
     """Committed steps at that time."""
     started_in: int = 1
@@ -231,6 +232,7 @@ def interrupt_meeting(at: Callable[[str], None]) -> None:
     before(baguarun.DistributedDataParallel, "enter_world", "models")
     before(InPlaceRun, "_exchange_standings", "stands")
     before(switching.SwitchBoundary, "_answer", "answers")
+    before(CheckpointFolder, "_find_writers", "writes")
 
 
 def interrupt_streaming(at: Callable[[str], None]) -> None:

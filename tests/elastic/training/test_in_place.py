@@ -86,6 +86,20 @@ def test_a_loss_ends_with_the_bits_of_a_polite_leave_at_the_highest_step(
     assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(1)
 
 
+@pytest.mark.parametrize(("point", "step"), [("answers", 3), ("writes", 2)])
+def test_what_stands_behind_a_commit_is_done_though_the_world_breaks_in_it(
+    tmp_path: Path, point: str, step: int
+) -> None:
+    lost = At(local_rank=1, point=point, step=step)
+    story = train(Script(folder=tmp_path / "job", happenings=[lost], checkpoints=tmp_path / "kept"), 3)
+    for log in story.logs.values():
+        committed = [entry["step"] for entry in log if entry["what"] == "committed"]
+        want = log[-1]["steps"] if log[-1]["what"] == "end" else step - 1
+        assert committed == list(range(1, want + 1))
+    assert len(story.ends()) == 2
+    assert {end["generation"] for end in story.ends()} == {2}
+
+
 def test_optimizers_that_have_stepped_do_not_step_again(tmp_path: Path) -> None:
     """Of two optimizers one has stepped on one survivor and on the dead: the next World steps the other."""
     happenings = [
