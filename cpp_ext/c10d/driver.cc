@@ -122,6 +122,8 @@ void Driver::post(const std::shared_ptr<Transfer>& transfer) {
   lock.unlock();
   transfer->message_ = transfer->start_(*communicator);
   lock.lock();
+  // The group may have been left meanwhile: throws then.
+  this->communicator(lock);
   transfers_.push_back(transfer);
   transfer->listed_ = true;
   ++numPosted_;
