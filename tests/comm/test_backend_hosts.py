@@ -91,7 +91,7 @@ if rank == 2:
 
 ONE_SENDS_MUCH = """
 import time
-large, small = torch.ones(4_000_000), torch.zeros(100_000)
+large, small = torch.ones(8_000_000), torch.zeros(100_000)
 if rank == 0:
     sending = dist.isend(large, 2, tag=1)
     time.sleep(0.3)
