@@ -81,7 +81,7 @@ def judge(
                     at_least=True,
                 )
             )
-        wanted = cost.frame_bytes(cluster)
+        wanted = cost.counted_bytes(cluster)
         if wanted >= _LEAST_BYTES:
             rows.append(
                 Row(

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a full Ethernet frame carries of TCP with timestamps, its headers, and an acknowledgement for every
-# other one that comes in.
+# What a full Ethernet frame carries of TCP with timestamps, and its headers.
 _SEGMENT_BYTES = 1448
 _HEADER_BYTES = 66
-# A NIC without a limit counts frames of up to 64 KiB, before they are cut up.
-_LARGE_SEGMENT_BYTES = 65160
 
 _CODED_GRADIENTS: dict[str, int | str] = {"bytegrad": 8, "qadam": 8, "qadam_1bit": 1, "sparse": "sparse"}
 _CODED_NEIGHBOURS = {"low_precision_decentralized": 8, "low_precision_decentralized_4bit": 4}
@@ -49,18 +46,26 @@ class Cost:
     messages: float
     """That follow each other, each waiting for the one before."""
 
-    def frame_bytes(self, cluster: Cluster) -> float:
-        """What the host's NIC counts: as many bytes come in, and are acknowledged."""
-        if cluster.rate_mbit is None:
-            return self.host_bytes * (1 + _HEADER_BYTES / _LARGE_SEGMENT_BYTES)
+    def counted_bytes(self, cluster: Cluster) -> float:
+        """What the host's NIC counts, which has frames whole that are cut up behind it.
+
+        A delay line takes no such frames: with one, every packet is counted, and an acknowledgement for every
+        other one that comes in.
+        """
+        if cluster.delay_ms == 0:
+            return self.host_bytes
         return self.host_bytes * (1 + 1.5 * _HEADER_BYTES / _SEGMENT_BYTES)
+
+    def wire_bytes(self) -> float:
+        """With the headers of packets, which a limited wire takes time for."""
+        return self.host_bytes * (1 + _HEADER_BYTES / _SEGMENT_BYTES)
 
     def seconds(self, cluster: Cluster) -> float:
         """The least that the wire needs."""
         latency_s = self.messages * 2 * cluster.delay_ms / 1e3
         if cluster.rate_mbit is None:
             return latency_s
-        return self.frame_bytes(cluster) * 8e-6 / cluster.rate_mbit + latency_s
+        return self.wire_bytes() * 8e-6 / cluster.rate_mbit + latency_s
 
 
 def limit_s(cost: Cost, cluster: Cluster, alone_s: float) -> float:
