@@ -14,6 +14,10 @@ namespace baguarun::net {
 namespace {
 
 constexpr std::chrono::milliseconds kSilenceCheckEvery{1000};
+// How many bytes of a frame to sleep for: a part of the window, so that the peer goes on sending.
+constexpr size_t kMaxWakeBytes = 32 << 10;
+// For fewer the change costs more than it saves.
+constexpr size_t kLeastWakeBytes = 4 << 10;
 constexpr uint32_t kWatched = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
 }  // namespace
@@ -204,9 +208,13 @@ bool Link::readFrom(size_t index) {
         advanceFrame(stream, stream.reader.filled());
       }
       consumeStage(stream, index);
+      // The end may have come with the last bytes; no edge tells of it again.
+      if (stream.reader.isDrained() && !stream.isHungUp) {
+        onDrained(stream);
+      }
       return true;
     case Visit::kBlocked:
-      stream.isReadable = false;
+      onDrained(stream);
       return consumed;
     case Visit::kEnded:
       stream.isReadable = false;
@@ -219,6 +227,21 @@ bool Link::readFrom(size_t index) {
       break;
   }
   breakStream(index, "while receiving", stream.reader.error());
+}
+
+// The kernel has no more of it for now. Where the network is slow packets come one by one: to wake up for
+// each would cost more than to move it.
+void Link::onDrained(Stream& stream) {
+  stream.isReadable = false;
+  // What is staged has left the kernel, though its receive may not be posted yet.
+  const size_t here = stream.frameFilled + stream.reader.staged().size();
+  const size_t whole = stream.frame.has_value() ? stream.frame->length : 0;
+  const size_t missing = whole - std::min(here, whole);
+  const auto wanted = static_cast<uint32_t>(missing < kLeastWakeBytes ? 1 : std::min(missing, kMaxWakeBytes));
+  if (wanted != stream.wakeBytes) {
+    setReceiveLowWater(stream.fd.get(), wanted);
+    stream.wakeBytes = wanted;
+  }
 }
 
 // Takes frames and payload out of the stage as far as their receives are posted. True: something was taken.

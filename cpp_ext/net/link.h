@@ -131,6 +131,7 @@ class Link {
     uint32_t frameFilled = 0;    // bytes of it that have arrived
     bool isReadable = true;      // until the kernel says otherwise
     bool isWritable = true;
+    uint32_t wakeBytes = 1;    // that must have come before the kernel says that it is readable
     uint32_t shareBytes = 0;   // largest chunk it gets, and what the kernel may hold of it unsent
     uint64_t recentBytes = 0;  // written since the last rebalance()
     bool wasFull = false;      // at some time since then
@@ -162,6 +163,7 @@ class Link {
 
   bool pumpReads();
   bool readFrom(size_t index);
+  void onDrained(Stream& stream);
   bool consumeStage(Stream& stream, size_t index);
   Request* findReceiver(const Frame& frame, size_t index);
   void advanceFrame(Stream& stream, size_t bytes);

@@ -80,6 +80,10 @@ void setNotSentLowWater(int fd, uint32_t bytes) {
   setOption(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, static_cast<int>(bytes), "TCP_NOTSENT_LOWAT");
 }
 
+void setReceiveLowWater(int fd, uint32_t bytes) {
+  setOption(fd, SOL_SOCKET, SO_RCVLOWAT, static_cast<int>(bytes), "SO_RCVLOWAT");
+}
+
 void setStreamOptions(int fd, std::chrono::milliseconds peerTimeout) {
   setOption(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
   const int quarter = std::max<int>(1, static_cast<int>(peerTimeout.count() / 1000 / 4));

@@ -58,6 +58,9 @@ Fd makeTcpSocket(int family);
 // How much the kernel may hold unsent on `fd`. Throws Error(kSystem).
 void setNotSentLowWater(int fd, uint32_t bytes);
 
+// Do not call the socket readable before that many bytes, or the end, have come.
+void setReceiveLowWater(int fd, uint32_t bytes);
+
 // Options of a socket that carries a stream: TCP_NODELAY and keepalives that notice a silent machine within
 // `peerTimeout`.
 //

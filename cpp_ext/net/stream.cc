@@ -83,6 +83,7 @@ Visit StreamReader::read(int fd, std::span<uint8_t> payload) {
   if (count == 0) {
     return Visit::kEnded;
   }
+  isDrained_ = static_cast<size_t>(count) < payload.size() + stage_.size() - end_;
   filled_ = std::min(payload.size(), static_cast<size_t>(count));
   end_ += static_cast<size_t>(count) - filled_;
   return Visit::kMoved;

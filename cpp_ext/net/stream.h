@@ -59,6 +59,8 @@ class StreamReader {
  public:
   // Reads into `payload` first and what follows into the stage. Without payload into the stage alone.
   Visit read(int fd, std::span<uint8_t> payload);
+  // Whether the last read took all that the kernel had.
+  bool isDrained() const noexcept { return isDrained_; }
   // Of the last read: how many bytes of `payload` were filled.
   size_t filled() const noexcept { return filled_; }
 
@@ -75,6 +77,7 @@ class StreamReader {
   size_t begin_ = 0;
   size_t end_ = 0;
   size_t filled_ = 0;
+  bool isDrained_ = false;
   int error_ = 0;
 };
 

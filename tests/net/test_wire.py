@@ -63,6 +63,41 @@ def test_a_message_may_arrive_in_any_two_pieces(plug: Plug, cut: int) -> None:
     net.close_recv(comm)
 
 
+@pytest.mark.parametrize("piece_bytes", [1000, 5000, 40_000])
+def test_a_message_that_comes_slowly_is_done_with_its_last_byte(plug: Plug, piece_bytes: int) -> None:
+    net = plug()
+    comm, [sock] = dialled(net)
+    data = os.urandom(150_000)
+    room = np.zeros(len(data), np.uint8)
+    received = post(net.irecv(comm, room))
+    message = frame(0, 100_000, 0, len(data)) + data[:100_000]
+    message += frame(0, 50_000, 100_000, len(data)) + data[100_000:]
+    for start in range(0, len(message), piece_bytes):
+        assert net.test(received) is None
+        sock.sendall(message[start : start + piece_bytes])
+    assert finish((net, received)) == [len(data)]
+    assert room.tobytes() == data
+    sock.close()
+    net.close_recv(comm)
+
+
+def test_a_message_whose_beginning_came_before_its_receive_is_done_with_its_last_byte(plug: Plug) -> None:
+    net = plug()
+    comm, [sock] = dialled(net)
+    data = os.urandom(20_000)
+    rooms = [np.zeros(5, np.uint8), np.zeros(len(data), np.uint8)]
+    first = post(net.irecv(comm, rooms[0]))
+    sock.sendall(frame(0, 5, 0, 5) + b"hello" + frame(1, len(data), 0, len(data)) + data[:3000])
+    assert finish((net, first)) == [5]
+    second = post(net.irecv(comm, rooms[1]))
+    assert net.test(second) is None
+    sock.sendall(data[3000:])
+    assert finish((net, second)) == [len(data)]
+    assert rooms[1].tobytes() == data
+    sock.close()
+    net.close_recv(comm)
+
+
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
