@@ -32,9 +32,10 @@ class AsyncModelAverage(Algorithm):
 
     A round takes a snapshot s of the weights at a step boundary and averages it in the background; the
     average a is applied at a later boundary as x += a - s. Rounds start after the same number of steps on
-    every rank, agreed in the round before, and a rank waits for the round under way before it starts the
-    next. So a rank is never more than one period ahead, no rank is left waiting if all take the same number
-    of steps, and nothing has to be stopped for evaluation or at the end. Replicas differ.
+    every rank, agreed in the round before (in the first one while it is under way), and a rank waits for the
+    round under way before it starts the next. So a rank is never more than one period ahead, no rank is left
+    waiting if all take the same number of steps, and nothing has to be stopped for evaluation or at the end.
+    Replicas differ.
 
     When the World changes, the round under way is dropped: every rank keeps its own weights, and the next
     round begins with its next step.
@@ -75,11 +76,27 @@ def choose_period(interval_s: float, round_s: float, step_s: float, max_steps: i
     return min(max(math.ceil(max(interval_s, _SLACK * round_s) / step_s), 1), max_steps)
 
 
+_UNKNOWN = 0
+"""Said of the period by a rank that has not seen the end of a round yet; less than any period."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Round:
     average: Pending
-    period_vote: PendingReduction
+    period_vote: PendingReduction | None
+    """None in the first round, which is asked about while it is under way."""
     started_at: float
+
+
+@dataclass(kw_only=True)
+class _FirstPeriod:
+    """Ranks ask each other 1, 2, 4, ... steps after the start of the first round how far away the next is."""
+
+    start: int
+    """Steps taken when the round started."""
+    ask_at: int
+    question: PendingReduction | None = None
+    """The last one; the answer is read when the next one would be asked."""
 
 
 class AsyncStepper(Stepper):
@@ -97,9 +114,10 @@ class AsyncStepper(Stepper):
         self._resumed_change: list[torch.Tensor] | None = None
         self._snapshot = [torch.empty_like(buffer) for buffer in context.weights.buffers]
         self._averages = [torch.empty_like(buffer) for buffer in context.weights.buffers]
-        # Steps after which the next round starts, and how far apart rounds are at present.
-        self._next_start = settings.warmup_steps + 1
-        self._period = 1
+        # Steps after which the next round starts, and how far apart rounds are at present; None: not known.
+        self._next_start: int | None = settings.warmup_steps + 1
+        self._period: int | None = None
+        self._first: _FirstPeriod | None = None
         self._round_s = 0.0
         # Since the last round started: steps, and the seconds that they took, waits for rounds left out.
         self._counted_steps = 0
@@ -118,11 +136,14 @@ class AsyncStepper(Stepper):
         self.steps += 1
         self._counted_steps += 1
         self._counted_s += self._clock() - self._boundary_ended_at
-        starts = self.steps == self._next_start and not self._paused
         self._apply_resumed_change()
-        if self._round is not None and (starts or self._is_done(self._round)):
+        if self._round is not None and self._is_done(self._round):
             self._apply(self._round)
-        if starts:
+        if self._first is not None and self.steps == self._first.ask_at:
+            self._agree_on_first_period(self._first)
+        if self.steps == self._next_start and not self._paused:
+            if self._round is not None:
+                self._apply(self._round)
             self._start()
         self._boundary_ended_at = self._clock()
 
@@ -132,6 +153,7 @@ class AsyncStepper(Stepper):
         self._apply_resumed_change()
         if self._round is not None:
             self._apply(self._round)
+        self._end_first_period()
 
     def resume(self) -> None:
         """Start rounds again, the first one with the next step. On all ranks after the same step."""
@@ -161,6 +183,7 @@ class AsyncStepper(Stepper):
             # All ranks have it under way; the weights that it belongs to are gone.
             self._round.average.wait()
             self._round = None
+        self._end_first_period()
         super().load_state_dict(state)
         self._next_start = max(self.steps, self._settings.warmup_steps) + 1
         self._resumed_change = (
@@ -185,31 +208,57 @@ class AsyncStepper(Stepper):
             self._resumed_change = None
 
     def _is_done(self, running: _Round) -> bool:
-        return running.average.is_done() and running.period_vote.is_done()
+        return running.average.is_done() and (running.period_vote is None or running.period_vote.is_done())
 
     def _start(self) -> None:
         torch._foreach_copy_(self._snapshot, self.context.weights.buffers)
         torch._foreach_copy_(self._averages, self._snapshot)
-        wanted = choose_period(
+        average = self.average(self._averages)
+        if self._period is None:
+            vote, self._next_start = None, None
+            self._first = _FirstPeriod(start=self.steps, ask_at=self.steps + 1)
+        else:
+            vote = self._vote(self._wanted_period())
+            # The round under way is bound by the period agreed before it: it must end before the next starts.
+            self._next_start = self.steps + self._period
+        self._counted_steps, self._counted_s = 0, 0.0
+        self._round = _Round(average=average, period_vote=vote, started_at=self._clock())
+
+    def _wanted_period(self) -> int:
+        return choose_period(
             self._settings.sync_interval_ms / 1000,
             self._round_s,
             self._counted_s / max(self._counted_steps, 1),
             self._settings.max_staleness_steps,
         )
-        self._counted_steps, self._counted_s = 0, 0.0
-        # The round under way is bound by the period agreed before it: it must end before the next one starts.
-        self._next_start = self.steps + self._period
-        vote = torch.tensor([float(wanted)], device=self._averages[0].device)
-        self._round = _Round(
-            average=self.average(self._averages),
-            # The slowest rank's: the others' rounds last longer because they wait for it.
-            period_vote=PendingReduction([vote], self.context.group, least=True),
-            started_at=self._clock(),
-        )
+
+    def _vote(self, period: int) -> PendingReduction:
+        """The slowest rank's is taken: the others' rounds last longer because they wait for it."""
+        vote = torch.tensor([float(period)], device=self._averages[0].device)
+        return PendingReduction([vote], self.context.group, least=True)
+
+    def _agree_on_first_period(self, first: _FirstPeriod) -> None:
+        """At the same steps on all ranks. Nobody has to wait for an end that is not there yet."""
+        offset = self.steps - first.start
+        agreed = _UNKNOWN if first.question is None else round(first.question.wait()[0].item())
+        if agreed == _UNKNOWN and offset < self._settings.max_staleness_steps:
+            first.question = self._vote(_UNKNOWN if self._round is not None else self._wanted_period())
+            first.ask_at = first.start + min(2 * offset, self._settings.max_staleness_steps)
+            return
+        self._first = None
+        self._period = max(agreed, offset)
+        self._next_start = first.start + self._period
+
+    def _end_first_period(self) -> None:
+        """Forget what is asked: the others have the question, too, and do the same."""
+        if self._first is not None and self._first.question is not None:
+            self._first.question.wait()
+        self._first = None
 
     def _apply(self, running: _Round) -> None:
         averages = running.average.wait()
-        self._period = round(running.period_vote.wait()[0].item())
+        if running.period_vote is not None:
+            self._period = round(running.period_vote.wait()[0].item())
         self._round_s = self._clock() - running.started_at
         self._round = None
         for mine, average, snapshot in zip(
