@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.sgd import sgd
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
 from baguarun.comm.algorithms.coded import CodedReduction, start_coded_average
@@ -84,7 +85,7 @@ class DiLoCo(Algorithm):
         return None
 
     def make_stepper(self, context: StepContext) -> Stepper:
-        return _Outer(context, self)
+        return OuterStepper(context, self)
 
 
 class _Fragment:
@@ -111,25 +112,34 @@ class _Fragment:
         if averages is None:
             return
         self.pending = None
-        for local, outer, momentum, average in zip(
-            self.local, self.outer, self.momentum, averages, strict=True
-        ):
-            gradient = average.to(outer.dtype)
-            momentum.mul_(settings.outer_momentum).add_(gradient)
-            outer.sub_(gradient.add(momentum, alpha=settings.outer_momentum), alpha=settings.outer_lr)
+        sgd(
+            self.outer,
+            [average.to(outer.dtype) for average, outer in zip(averages, self.outer, strict=True)],
+            list(self.momentum),
+            fused=True,
+            weight_decay=0.0,
+            momentum=settings.outer_momentum,
+            lr=settings.outer_lr,
+            dampening=0.0,
+            nesterov=True,
+            maximize=False,
+        )
+        for local, outer in zip(self.local, self.outer, strict=True):
             if settings.keep_local == 0:
                 local.copy_(outer)
             else:
                 local.lerp_(outer.to(local.dtype), 1 - settings.keep_local)
 
 
-class _Outer(Stepper):
+class OuterStepper(Stepper):
+    """The outer steps of one model. Keeps two copies of the weights."""
+
     def __init__(self, context: StepContext, settings: DiLoCo) -> None:
         super().__init__(context)
         self._settings = settings
         pieces = [buffer.tensor_split(settings.fragments) for buffer in context.weights.buffers]
         self._fragments = [_Fragment(local) for local in zip(*pieces, strict=True)]
-        finish_at_exit(self, _Outer.finish)
+        finish_at_exit(self, OuterStepper.finish)
 
     def shares_buffers(self) -> bool:
         return self.steps % self._settings.local_steps == 0
