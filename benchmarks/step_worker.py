@@ -40,6 +40,7 @@ from baguarun.comm.algorithms import (
     resolve,
 )
 from baguarun.comm.algorithms.async_model_average import AsyncStepper
+from baguarun.comm.algorithms.diloco import OuterStepper
 from baguarun.comm.algorithms.low_precision_decentralized import RingStepper
 from benchmarks.harness import rotated
 
@@ -139,7 +140,8 @@ class Training:
     """Waits for messages that are still under way: they belong to the turn that sent them, and so does the
     time."""
     drain: Callable[[], None]
-    """Waits for what nobody would wait for in training: it must not be in the next one's way."""
+    """Waits for what nobody would wait for in training: it must not be in the next one's way, and its bytes
+    belong to the turn."""
     rounds: Callable[[], int] | None
     """Exchanges of weights so far; None for who exchanges something else."""
 
@@ -169,6 +171,8 @@ def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Traini
         if isinstance(exchanging, AsyncStepper):
             exchanging.pause()
             exchanging.resume()
+        elif isinstance(exchanging, OuterStepper):
+            exchanging.finish()
 
     rounds = None if ours is None or exchanging is None else lambda: ours.stats().weight_rounds
     return Training(step, finish, drain, rounds)
