@@ -106,10 +106,17 @@ def main(argv: list[str] | None = None) -> int:
         "--rail-cases", default=",".join(_BY_RAIL), help="further ones where hosts have several ranks"
     )
     options.add_argument("--rounds", type=int, default=None, help="pairs per network (default 5, quick 2)")
+    options.add_argument(
+        "--block-s",
+        type=float,
+        default=None,
+        help="length of a turn, at least three steps (default 1.0, quick 0.2); its first step finds idle "
+        "connections, so that longer turns are more like training",
+    )
     args = options.parse_args(argv)
     turns = Turns(
         rounds=args.rounds or (2 if args.quick else 5),
-        block_s=0.2 if args.quick else 1.0,
+        block_s=args.block_s or (0.2 if args.quick else 1.0),
         pin=True,
         congestion_control="reno",
     )

@@ -30,8 +30,8 @@ Stream = int | IO[Any] | None
 class Counters:
     """What a NIC has moved since the lab began, both in bytes.
 
-    NICs carry frames of up to 64 KiB, rated ones of nearly 2 ms, whose headers are counted once instead of per
-    packet.
+    NICs carry frames of up to 64 KiB, limited ones of nearly 2 ms, whose headers are counted once instead of
+    per packet.
     """
 
     sent_bytes: int
