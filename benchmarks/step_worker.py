@@ -66,6 +66,8 @@ VARIANTS: dict[str, Algorithm] = {
 which begins anew with each turn, every tenth step is of the warm-up."""
 
 _STEPS_OF_RUN = 10
+_STEPS_OF_ROUNDS = 1000
+"""Rounds of `async_model_average` start some hundred steps apart."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def period(case: str) -> int:
     if name.endswith("_run"):
         return _STEPS_OF_RUN
     if name == AsyncModelAverage.name:
-        return AsyncModelAverage.max_staleness_steps
+        return _STEPS_OF_ROUNDS
     return int(getattr(VARIANTS.get(name) or ALGORITHMS.get(name), "local_steps", 1))
 
 

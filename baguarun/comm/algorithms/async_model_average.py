@@ -22,8 +22,9 @@ from baguarun.comm.algorithms.stepper import (
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
-_SLACK = 1.5
-"""Rounds start this many times the length of a round apart, so that a late one seldom holds up a step."""
+_SLACK = 4
+"""Rounds start this many times the length of a round apart: they need cores, too, and where those are the
+ranks' own, steps take a sixth longer meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,13 @@ class AsyncModelAverage(Algorithm):
     exchanges_weights: ClassVar[bool] = True
 
     sync_interval_ms: int = 500
-    """Milliseconds of training from the start of one round to the next; the network may need more."""
+    """Milliseconds of training from one round's start to the next; four times a round's length where that is
+    more."""
     warmup_steps: int = 0
     """Steps at the start in which gradients are averaged instead."""
-    max_staleness_steps: int = 100
-    """No average is applied more steps than this after its snapshot: then ranks wait for it."""
+    max_staleness_steps: int = 500
+    """No average is applied more steps than this after its snapshot: then ranks wait for it. Rounds do not
+    start further apart, either."""
     hierarchical: Hierarchical = "auto"
     """Average inside the node before anything leaves it. baguanet does so whatever is asked."""
 
