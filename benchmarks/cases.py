@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
     "qadam": Case(algorithm=QAdam(), optimizer=qadam),
     "qadam_1bit": Case(algorithm=QAdam(bits=1), optimizer=qadam),
     # The most that travels: with less, numbers come so late that Adam makes little of them in so few steps.
-    "sparse": Case(algorithm=Sparse(density=1 / 8, warmup_steps=40)),
+    "sparse": Case(algorithm=Sparse(density=1 / 8, warmup_steps=40), optimizer=qadam),
     # With the peer's rank neither comes within a standard deviation of DDP's loss.
     "power_sgd": Case(algorithm=PowerSGD(rank=2 * _POWERSGD_RANK, start_step=10)),
     "low_precision_decentralized": Case(algorithm=LowPrecisionDecentralized(), synchronous=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from baguarun.comm.algorithms.stepper import (
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
+
+_LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
 
 
 class PeerSelection(enum.Enum):
@@ -113,6 +116,9 @@ class _Mixer(Stepper):
         self._pending: Pending | PendingExchange | None = None
         # Where others' weights come in: one copy of the model.
         self._incoming = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+        # Pieces of both: one is averaged while the next ones are on their way.
+        self._mine = _pieces(context.weights.buffers)
+        self._theirs = _pieces(self._incoming)
 
     def before_forward(self) -> None:
         if not self._started:
@@ -123,12 +129,14 @@ class _Mixer(Stepper):
     def before_step(self) -> None:
         if self._pending is None:
             return
-        received = self._pending.wait()
-        for mine, other in zip(self.context.weights.buffers, received, strict=True):
-            if self._mode is PeerSelection.ALL or self.rails is not None:
-                mine.copy_(other)
-            else:
-                mine.add_(other).div_(2)
+        if isinstance(self._pending, PendingExchange):
+            # Not in the weights yet: if a later one never comes, none of them is to have changed.
+            for mine, other in zip(self._mine, self._pending.arrivals(), strict=True):
+                other.add_(mine).mul_(0.5)
+            averages = self._incoming
+        else:
+            averages = self._pending.wait()
+        torch._foreach_copy_(self.context.weights.buffers, averages)
         self._pending = None
 
     def after_step(self) -> None:
@@ -136,18 +144,17 @@ class _Mixer(Stepper):
         self._started = False
 
     def _start(self, exchange: int) -> Pending | PendingExchange | None:
-        mine = self.context.weights.buffers
         if self._mode is PeerSelection.ALL:
-            torch._foreach_copy_(self._incoming, mine)
+            torch._foreach_copy_(self._incoming, self.context.weights.buffers)
             return self.average(self._incoming)
         if self.rails is not None:
-            torch._foreach_copy_(self._incoming, mine)
+            torch._foreach_copy_(self._incoming, self.context.weights.buffers)
             return self._start_between_nodes(self.rails, exchange)
         peers = choose_peers(self._mode, exchange, self.context.rank, self.context.world_size)
         if peers is None:
             return None
         # Nobody changes the weights before the optimizer's step, which waits: no copy is needed.
-        return self.exchange(mine, self._incoming, to_rank=peers.to_rank, from_rank=peers.from_rank)
+        return self.exchange(self._mine, self._theirs, to_rank=peers.to_rank, from_rank=peers.from_rank)
 
     def _start_between_nodes(self, rails: RailExchanger, exchange: int) -> Pending:
         peers = choose_peers(self._mode, exchange, rails.node_index, rails.num_nodes)
@@ -156,3 +163,12 @@ class _Mixer(Stepper):
         if peers is None:
             return rails.average_with(self._incoming, None, None)
         return rails.average_with(self._incoming, peers.to_rank, peers.from_rank)
+
+
+def _pieces(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views that are worth a message each."""
+    return [
+        piece
+        for buffer in buffers
+        for piece in buffer.tensor_split(min(max(buffer.nbytes // _LEAST_PIECE_BYTES, 1), _MOST_PIECES))
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -208,11 +208,25 @@ class PendingExchange:
 
     def wait(self) -> list[torch.Tensor]:
         """What was received; what was sent may be changed again."""
-        with timeline.span("wait for weights", "wait"):
-            for work in self._works:
-                _call(work.wait)
+        return list(self.arrivals())
+
+    def arrivals(self) -> Iterator[torch.Tensor]:
+        """What was received, each when it is there; after the last one what was sent may be changed again."""
+        # Backends that take them together give one piece of work for all.
+        if len(self._works) < len(self._received):
+            self._wait(self._works)
+            yield from self._received
+        else:
+            for received, work in zip(self._received, self._works, strict=False):
+                self._wait([work])
+                yield received
+            self._wait(self._works[len(self._received) :])
         self._flight.end()
-        return self._received
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        with timeline.span("wait for weights", "wait"):
+            for work in works:
+                _call(work.wait)
 
 
 _Stepper = TypeVar("_Stepper", bound=Stepper)

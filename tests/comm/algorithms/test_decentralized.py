@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from baguarun.comm.algorithms import Decentralized, resolve
 from baguarun.comm.algorithms.decentralized import PeerSelection, choose_peers
-from baguarun.errors import UsageError
+from baguarun.comm.algorithms.stepper import StepContext
+from baguarun.comm.weights import FlatWeights
+from baguarun.errors import CommunicationError, UsageError
 from tests.comm.algorithms.simulation import assert_same_training, run_for_tensors, simulate, train_each
 
 STEPS = 7
@@ -55,6 +61,39 @@ def test_every_step_is_that_of_the_written_out_mixing(
 
         expected = simulate(world_size, STEPS, before_step=mix, micro_batches=micro_batches)
         assert_same_training([each[index] for each in found], expected)
+
+
+def mixed_in_pieces(is_cut_off: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights before and after one exchange of several pieces; the last but one may never come."""
+    rank = dist.get_rank()
+    parameter = nn.Parameter(torch.rand(3 << 18, generator=torch.Generator().manual_seed(rank)))
+    weights = FlatWeights([("weight", parameter)])
+    stepper = Decentralized(peer_selection_mode="shift_one").make_stepper(
+        StepContext(weights=weights, group=dist.new_group())
+    )
+    before = parameter.detach().clone()
+    stepper.before_forward()
+    pending = stepper._pending  # type: ignore[attr-defined]
+    assert len(stepper._theirs) == 3  # type: ignore[attr-defined]
+    if is_cut_off:
+        arrivals = pending.arrivals
+
+        def some() -> Iterator[torch.Tensor]:
+            yield from list(arrivals())[:-2]
+            raise CommunicationError("cut off")
+
+        pending.arrivals = some
+    with pytest.raises(CommunicationError) if is_cut_off else contextlib.nullcontext():
+        stepper.before_step()
+    return before, parameter.detach().clone()
+
+
+def test_a_model_that_travels_in_pieces_is_averaged_as_a_whole_or_not_at_all() -> None:
+    (mine, found), (theirs, found_there) = run_for_tensors(mixed_in_pieces, 2, False)
+    assert torch.equal(found, (mine + theirs) / 2)
+    assert torch.equal(found_there, found)
+    for before, after in run_for_tensors(mixed_in_pieces, 2, True):
+        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("world_size", range(2, 18))
