@@ -15,6 +15,8 @@ _HEADER_BYTES = 66
 
 _CODED_GRADIENTS: dict[str, int | str] = {"bytegrad": 8, "qadam": 8, "qadam_1bit": 1, "sparse": "sparse"}
 _CODED_NEIGHBOURS = {"low_precision_decentralized": 8, "low_precision_decentralized_4bit": 4}
+_WAITING = ("local_sgd", "diloco", "diloco_int8")
+"""Who averages at the end of a step, and goes on when that is done."""
 _FRAGMENTS = 4
 """Of `diloco_overlapped`, which exchanges one of them at a time."""
 _BLOCK_BYTES = 4 * 2048
@@ -45,6 +47,8 @@ class Cost:
     """Payload that leaves each host."""
     messages: float
     """That follow each other, each waiting for the one before."""
+    is_hidden: bool = True
+    """Behind computation, as far as that is long enough; else training waits for all of it."""
 
     def counted_bytes(self, cluster: Cluster) -> float:
         """What the host's NIC counts, which has frames whole that are cut up behind it.
@@ -69,8 +73,9 @@ class Cost:
 
 
 def limit_s(cost: Cost, cluster: Cluster, alone_s: float) -> float:
-    """The least that a step can take that computes for `alone_s` meanwhile."""
-    return max(alone_s, cost.seconds(cluster))
+    """The least that a step can take that computes for `alone_s`."""
+    wire_s = cost.seconds(cluster)
+    return max(alone_s, wire_s) if cost.is_hidden else alone_s + wire_s
 
 
 def cost_of(case: str, cluster: Cluster, size_bytes: int, rounds_per_step: float = 1.0) -> Cost | None:
@@ -93,12 +98,14 @@ def cost_of(case: str, cluster: Cluster, size_bytes: int, rounds_per_step: float
         return Cost(host_bytes=2 * size_bytes * _ratio(_CODED_NEIGHBOURS[base]), messages=1)
     if base == "decentralized_shift_one":
         return Cost(host_bytes=size_bytes, messages=1)
+    is_hidden = base not in _WAITING
     if base in ("decentralized", "async_model_average", "local_sgd", "diloco"):
         whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat")
-        return _times(whole, rounds_per_step)
+        return _times(whole, rounds_per_step, is_hidden=is_hidden)
     if base in ("diloco_int8", "diloco_overlapped"):
         coded = _direct(cluster, size_bytes * _ratio(8), by_rail=level != "flat")
-        return _times(coded, rounds_per_step / (_FRAGMENTS if base == "diloco_overlapped" else 1))
+        rounds = rounds_per_step / (_FRAGMENTS if base == "diloco_overlapped" else 1)
+        return _times(coded, rounds, is_hidden=is_hidden)
     return None
 
 
@@ -114,8 +121,12 @@ def _direct(cluster: Cluster, coded_bytes: float, *, by_rail: bool) -> Cost:
     return Cost(host_bytes=2 * cluster.per_host * outside / cluster.ranks * coded_bytes, messages=2)
 
 
-def _times(cost: Cost, rounds_per_step: float) -> Cost:
-    return Cost(host_bytes=cost.host_bytes * rounds_per_step, messages=cost.messages * rounds_per_step)
+def _times(cost: Cost, rounds_per_step: float, *, is_hidden: bool) -> Cost:
+    return Cost(
+        host_bytes=cost.host_bytes * rounds_per_step,
+        messages=cost.messages * rounds_per_step,
+        is_hidden=is_hidden,
+    )
 
 
 def _ratio(wire: int | str) -> float:

@@ -39,7 +39,8 @@ def test_bytes_that_leave_a_host(case: str, cluster: Cluster, of_size: float) ->
 
 
 def test_what_exchanges_now_and_then_costs_as_often() -> None:
-    assert cost_of("local_sgd", FLAT, 800, rounds_per_step=1 / 8) == Cost(host_bytes=150, messages=0.75)
+    local = cost_of("local_sgd", FLAT, 800, rounds_per_step=1 / 8)
+    assert local == Cost(host_bytes=150, messages=0.75, is_hidden=False)
     overlapped = cost_of("diloco_overlapped", FLAT, SIZE_BYTES, rounds_per_step=0.04)
     whole = cost_of("diloco_int8", FLAT, SIZE_BYTES, rounds_per_step=0.01)
     assert overlapped is not None and whole is not None
@@ -48,11 +49,16 @@ def test_what_exchanges_now_and_then_costs_as_often() -> None:
 
 
 def test_a_step_takes_as_long_as_the_slower_of_computing_and_wire() -> None:
-    # One second at 100 Mbit/s, headers and acknowledgements aside.
+    # One second at 100 Mbit/s, headers aside.
     cost = Cost(host_bytes=12.5e6, messages=2)
-    assert 1.0 < cost.seconds(FLAT) < 1.08
+    assert 1.0 < cost.seconds(FLAT) < 1.05
     assert limit_s(cost, FLAT, 3.0) == 3.0
+    waiting = Cost(host_bytes=12.5e6, messages=2, is_hidden=False)
+    assert limit_s(waiting, FLAT, 3.0) == 3.0 + cost.seconds(FLAT)
     delayed = Cluster(hosts=4, ranks=4, rate_mbit=100, delay_ms=5)
+    # Without offload every packet is counted with its header, and every other one's acknowledgement.
+    assert cost.counted_bytes(FLAT) == 12.5e6
+    assert 1.06 < cost.counted_bytes(delayed) / 12.5e6 < 1.07
     assert cost.seconds(delayed) == pytest.approx(cost.seconds(FLAT) + 2 * 0.010)
     assert cost.seconds(Cluster(hosts=4, ranks=4)) == 0.0
 
