@@ -70,7 +70,8 @@ CASES: dict[str, Case] = {
     "bytegrad_feedback": Case(algorithm=ByteGrad(error_feedback=True)),
     "qadam": Case(algorithm=QAdam(), optimizer=qadam),
     "qadam_1bit": Case(algorithm=QAdam(bits=1), optimizer=qadam),
-    # The most that travels: with less, numbers come so late that Adam makes little of them in so few steps.
+    # The most that travels: with less, numbers come too late for so few steps. Adam would divide what comes
+    # seldom by what it takes for its usual size.
     "sparse": Case(algorithm=Sparse(density=1 / 8, warmup_steps=40), optimizer=qadam),
     # With the peer's rank neither comes within a standard deviation of DDP's loss.
     "power_sgd": Case(algorithm=PowerSGD(rank=2 * _POWERSGD_RANK, start_step=10)),
