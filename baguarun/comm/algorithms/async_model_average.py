@@ -22,9 +22,9 @@ from baguarun.comm.algorithms.stepper import (
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
-_SLACK = 4
+_SLACK = 2
 """Rounds start this many times the length of a round apart: they need cores, too, and where those are the
-ranks' own, steps take a sixth longer meanwhile."""
+ranks' own, steps take a sixth longer meanwhile. Much further apart, replicas learn little of each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class AsyncModelAverage(Algorithm):
     exchanges_weights: ClassVar[bool] = True
 
     sync_interval_ms: int = 500
-    """Milliseconds of training from one round's start to the next; four times a round's length where that is
+    """Milliseconds of training from one round's start to the next; twice a round's length where that is
     more."""
     warmup_steps: int = 0
     """Steps at the start in which gradients are averaged instead."""
