@@ -226,10 +226,10 @@ def test_a_frozen_host_stops_with_all_its_descendants_and_goes_on_when_thawed(la
     assert ticker.stdout.readline() == "tick\n"
     lab.hosts[0].freeze()
     assert lab.hosts[0].pids()
-    # One that was starting a program finishes that first (state D); one that had just ended waits for its
-    # stopped parent (state Z).
+    # One whose child was stopped before it had become another program waits for that (state D), and one that
+    # had just ended for its stopped parent (state Z).
     _wait_until(
-        lambda: {namespaces.process_state(pid) for pid in lab.hosts[0].pids()} - {"Z"} == {"T"},
+        lambda: {namespaces.process_state(pid) for pid in lab.hosts[0].pids()} - {"D", "Z"} == {"T"},
         "all have stopped",
     )
     lab.hosts[0].thaw()
