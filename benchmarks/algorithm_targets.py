@@ -81,7 +81,7 @@ def judge(
                     at_least=True,
                 )
             )
-        wanted = cost.counted_bytes(cluster)
+        wanted = cost.host_bytes
         if wanted >= _LEAST_BYTES:
             rows.append(
                 Row(

@@ -50,18 +50,11 @@ class Cost:
     is_hidden: bool = True
     """Behind computation, as far as that is long enough; else training waits for all of it."""
 
-    def counted_bytes(self, cluster: Cluster) -> float:
-        """What the host's NIC counts, which has frames whole that are cut up behind it.
-
-        A delay line takes no such frames: with one, every packet is counted, and an acknowledgement for every
-        other one that comes in.
-        """
-        if cluster.delay_ms == 0:
-            return self.host_bytes
-        return self.host_bytes * (1 + 1.5 * _HEADER_BYTES / _SEGMENT_BYTES)
-
     def wire_bytes(self) -> float:
-        """With the headers of packets, which a limited wire takes time for."""
+        """With the headers of packets, which a limited wire takes time for.
+
+        The hosts' NICs do not count them: they have frames whole that are cut up behind them.
+        """
         return self.host_bytes * (1 + _HEADER_BYTES / _SEGMENT_BYTES)
 
     def seconds(self, cluster: Cluster) -> float:

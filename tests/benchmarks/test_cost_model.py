@@ -56,9 +56,6 @@ def test_a_step_takes_as_long_as_the_slower_of_computing_and_wire() -> None:
     waiting = Cost(host_bytes=12.5e6, messages=2, is_hidden=False)
     assert limit_s(waiting, FLAT, 3.0) == 3.0 + cost.seconds(FLAT)
     delayed = Cluster(hosts=4, ranks=4, rate_mbit=100, delay_ms=5)
-    # Without offload every packet is counted with its header, and every other one's acknowledgement.
-    assert cost.counted_bytes(FLAT) == 12.5e6
-    assert 1.06 < cost.counted_bytes(delayed) / 12.5e6 < 1.07
     assert cost.seconds(delayed) == pytest.approx(cost.seconds(FLAT) + 2 * 0.010)
     assert cost.seconds(Cluster(hosts=4, ranks=4)) == 0.0
 
