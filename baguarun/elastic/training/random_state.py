@@ -5,52 +5,106 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
 import sys
 from typing import Any
 
 import torch
 
-_MT19937_BYTES = 624 * 4 + 4
-"""What numpy's default generator is made of: 624 numbers, and how many of them are used up."""
+_MT19937_NUMBERS = 624
+_MT19937_BYTES = 4 * (_MT19937_NUMBERS + 1)
+"""What Python's and numpy's default generators are made of: 624 numbers, and how many of them are used up."""
 
 
 class RandomState:
-    """Where the generators stood when `take` was called last."""
+    """Where the generators stood when `take` was called last. Taken at every commit, seldom put back."""
 
     def __init__(self) -> None:
         self._torch: torch.Tensor | None = None
         self._cuda: torch.Tensor | None = None
-        self._python: Any = None
-        self._numpy: Any = None
-        self._numpy_numbers = b""
+        self._python = _PythonState()
+        self._numpy = _NumpyState()
 
     def take(self) -> None:
         self._torch = torch.get_rng_state()
-        self._python = random.getstate()
+        self._python.take()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = torch.cuda.get_rng_state()
         if (numpy := sys.modules.get("numpy")) is not None:
-            self._take_numpy(numpy.random)
-
-    def _take_numpy(self, generator: Any) -> None:
-        """numpy takes longest to say where it stands, and few steps draw from it."""
-        bits = generator.get_bit_generator()
-        is_usual = isinstance(bits, generator.MT19937)
-        numbers = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if is_usual else b""
-        # A normal number that numpy keeps for the next draw changes nothing else when it is drawn.
-        has_gauss = is_usual and self._numpy is not None and self._numpy[3]
-        if not is_usual or has_gauss or numbers != self._numpy_numbers:
-            self._numpy, self._numpy_numbers = generator.get_state(legacy=is_usual), numbers
+            self._numpy.take(numpy.random)
 
     def put_back(self) -> None:
         if self._torch is None:
             return
         torch.set_rng_state(self._torch)
-        random.setstate(self._python)
+        self._python.put_back()
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._numpy.put_back(numpy.random)
+
+
+class _PythonState:
+    """Of `random`: the generator's own memory, as a tuple of 625 integers takes ten times as long to make."""
+
+    def __init__(self) -> None:
+        # A bound method of the one generator that the module's functions use.
+        self._generator = random.getstate.__self__  # type: ignore[attr-defined]
+        # CPython's RandomObject, behind what every object begins with: how many are used up, and the numbers.
+        self._memory = _memory_at(id(self._generator) + object.__basicsize__)
+        self._is_known = self._is_laid_out_so()
+        self._kept: Any = None
+
+    def take(self) -> None:
+        if self._is_known:
+            self._kept = bytes(self._memory), self._generator.gauss_next
+        else:
+            self._kept = random.getstate()
+
+    def put_back(self) -> None:
+        random.setstate(_python_state(*self._kept) if self._is_known else self._kept)
+
+    def _is_laid_out_so(self) -> bool:
+        if type(self._generator).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+            return False
+        return _python_state(bytes(self._memory), self._generator.gauss_next) == random.getstate()
+
+
+def _python_state(memory: bytes, gauss: float | None) -> tuple[Any, ...]:
+    used, *numbers = struct.unpack(f"=i{_MT19937_NUMBERS}I", memory)
+    return random.Random.VERSION, (*numbers, used), gauss
+
+
+def _memory_at(address: int) -> memoryview:
+    """Live: whoever owns it must outlive the view."""
+    return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")
+
+
+class _NumpyState:
+    """Of `numpy.random`, which takes longest to say where it stands, and few steps draw from it."""
+
+    def __init__(self) -> None:
+        self._bits: Any = None
+        # Its numbers, if it is an MT19937.
+        self._memory: memoryview | None = None
+        self._numbers = b""
+        self._kept: Any = None
+
+    def take(self, generator: Any) -> None:
+        bits = generator.get_bit_generator()
+        if bits is not self._bits:
+            is_usual = isinstance(bits, generator.MT19937)
+            self._bits, self._memory = bits, _memory_at(bits.ctypes.state_address) if is_usual else None
+            self._kept = None
+        is_usual, numbers = self._memory is not None, bytes(self._memory or b"")
+        # A normal number that numpy keeps for the next draw changes nothing else when it is drawn.
+        has_gauss = is_usual and self._kept is not None and self._kept[3]
+        if self._kept is None or not is_usual or has_gauss or numbers != self._numbers:
+            self._kept, self._numbers = generator.get_state(legacy=is_usual), numbers
+
+    def put_back(self, generator: Any) -> None:
+        if self._kept is not None:
+            generator.set_state(self._kept)
 
 
 def begin_stream(seed: int, generation: int, rank: int) -> None:
