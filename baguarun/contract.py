@@ -286,14 +286,16 @@ class Topic(enum.IntEnum):
     in none), listens on `port` for the case that it becomes rank 0, and has committed `steps`."""
     PROGRESS = 17
     """To the agent: {"generation", "steps"}. So many steps are committed. With "begins": true the worker has
-    entered that World and steps next; with "ends": true it has done all its steps. Else "busy_s" is the time
-    since its last PROGRESS in which it did not wait for others; None where that cannot be told."""
+    entered that World and steps next; with "ends": true it has done all its steps. Else this is its first
+    step there: of the further ones it tells in every PONG."""
     SUSPECT = 18
     """To the agent: {"generation", "rank", "silence", "reason"}. Communication broke and no news of the
     membership has come; `rank` is who the transport blames, None if nobody; "silence": it is not heard."""
     PONG = 19
     """To the agent: the body of the PING, and "waits": whether a thread of the worker waits in communication,
-    None where that cannot be told (NCCL, gloo)."""
+    None where that cannot be told (NCCL, gloo). In a World also "generation" and "steps", as in PROGRESS, and
+    "busy_s": the time between the commit told of in the PONG before and this one's in which it did not wait
+    for others; None where that cannot be told, or if that was another World's."""
 
 
 @dataclass(frozen=True)

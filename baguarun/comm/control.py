@@ -49,6 +49,10 @@ class ControlChannel:
         """Raises `CommunicationError` if the agent is gone."""
         self._open().send(message.encode())
 
+    def note(self, generation: int, steps: int) -> None:
+        """So many steps are committed in that World: told with every PONG from now on. Wakes nobody."""
+        self._open().note(generation, steps)
+
     def arm(self, generation: int) -> None:
         """The groups to come are of `generation`: an ABORT that announced it, or an older one, is past."""
         load_extension().enter_generation(generation)
@@ -67,28 +71,6 @@ class ControlChannel:
         if self._channel is None:
             raise CommunicationError("the control channel was closed")
         return self._channel
-
-
-class BusyTime:
-    """What passes without a thread of this process waiting for others in communication. Threads: one."""
-
-    def __init__(self) -> None:
-        self._seen_s = time.monotonic()
-        self._waited_s = _waited_s()
-
-    def since_last_s(self) -> float | None:
-        """Since the call before; None where that cannot be told (NCCL, gloo)."""
-        now_s, waited_s = time.monotonic(), _waited_s()
-        passed_s, self._seen_s = now_s - self._seen_s, now_s
-        before_s, self._waited_s = self._waited_s, waited_s
-        if waited_s is None or before_s is None:
-            return None
-        return max(0.0, passed_s - (waited_s - before_s))
-
-
-def _waited_s() -> float | None:
-    waited_s: float | None = load_extension().waited_s()
-    return waited_s
 
 
 def _decode(found: tuple[int, bytes]) -> ControlMessage:

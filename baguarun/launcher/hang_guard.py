@@ -79,10 +79,8 @@ class HangGuard:
     def progressed(self, worker: Process, now_s: float, steps: int) -> None:
         """So many steps are done by now. Means nothing before `begin`, or while it is paused."""
         watched = self._watched.get(worker)
-        if watched is None or not watched.clock.is_running:
-            return
-        watched.clock.progressed(now_s, steps)
-        watched.begin_step()
+        if watched is not None and watched.clock.is_running and watched.clock.progressed(now_s, steps):
+            watched.begin_step()
 
     def pause(self, worker: Process) -> None:
         """It waits for a World, or has done all its steps."""

@@ -46,6 +46,8 @@ class HangWatch:
                 self._guard.progressed(worker.id, now_s, body["steps"])
             case Topic.PONG:
                 self._guard.answered(worker.id, body.get("waits"))
+                if "steps" in body:
+                    self._guard.progressed(worker.id, now_s, body["steps"])
             case _:
                 pass
 

@@ -175,8 +175,6 @@ class InPlaceAgent(NodeAgent):
     def _hear(self, worker: Worker, message: ControlMessage) -> None:
         body = message.body
         self._hangs.hear(worker, message)
-        if message.topic is Topic.PROGRESS:
-            self._paces.progressed(worker.id, body)
         match message.topic:
             case Topic.READY:
                 if body["generation"] == worker.generation or worker.told > worker.generation:
@@ -185,6 +183,7 @@ class InPlaceAgent(NodeAgent):
                 self._enter(worker)
                 self._acknowledge_if_ready()
             case Topic.PROGRESS:
+                self._paces.progressed(worker.id, body)
                 self._enter(worker)
                 if body.get("begins"):
                     # Of a newcomer: those that the others have made.
@@ -193,7 +192,9 @@ class InPlaceAgent(NodeAgent):
             case Topic.SUSPECT:
                 self._suspect(body)
             case Topic.PONG:
-                pass
+                if body.get("steps", 0) > worker.steps:
+                    self._paces.progressed(worker.id, body)
+                    self._note_progress(worker, body["generation"], body["steps"])
             case Topic.WORLD | Topic.ABORT | Topic.SWITCH | Topic.LEAVE | Topic.PING:
                 self._say(f"baguarun: rank {worker.rank} sent {message.topic.name}, which only agents send")
 

@@ -31,7 +31,7 @@ class Paces:
         self._named: set[tuple[int, int]] = set()
 
     def progressed(self, worker: Process, body: Mapping[str, Any]) -> None:
-        """`body` is that of a PROGRESS."""
+        """`body` is that of a PROGRESS, or of a PONG that tells of steps."""
         steps = body["steps"]
         if body.get("begins") or worker not in self._of:
             # What was measured in another World is of other work.

@@ -40,13 +40,16 @@ class StepClock:
         """The worker enters a World with so many steps done: what lies before is no step's time."""
         self._steps, self._since_s = steps, now_s
 
-    def progressed(self, now_s: float, steps: int) -> None:
-        """So many steps are done by now."""
+    def progressed(self, now_s: float, steps: int) -> bool:
+        """So many steps are done by now; returns whether these are more than before."""
         if self._since_s is None:
             self.begin(now_s, steps)
-        elif steps > self._steps:
-            self._durations_s.append((now_s - self._since_s) / (steps - self._steps))
-            self._steps, self._since_s = steps, now_s
+            return True
+        if steps <= self._steps:
+            return False
+        self._durations_s.append((now_s - self._since_s) / (steps - self._steps))
+        self._steps, self._since_s = steps, now_s
+        return True
 
     def pause(self) -> None:
         """The worker waits for a World: nothing is late until `begin`."""

@@ -31,12 +31,17 @@ std::optional<bool> knownToWait() {
   return LiveGroups::ofProcess().hasOthers() ? std::nullopt : std::optional(net::Waits::ofProcess().any());
 }
 
+std::optional<std::chrono::nanoseconds> knownToHaveWaited() {
+  return LiveGroups::ofProcess().hasOthers() ? std::nullopt : std::optional(net::Waits::ofProcess().total());
+}
+
 std::unique_ptr<Channel> makeChannel(int fd) {
   Channel::Calls calls;
   calls.onAbort = [](const std::string& body) {
     LiveGroups::ofProcess().interrupt(control::numberIn(body, "generation"), control::textIn(body, "reason"));
   };
   calls.waits = knownToWait;
+  calls.waited = knownToHaveWaited;
   return std::make_unique<Channel>(fd, std::move(calls));
 }
 
@@ -75,6 +80,7 @@ void bindControl(py::module_& module) {
       .def(py::init(&makeChannel), py::arg("fd"))
       .def("next", &next, py::arg("timeout"))
       .def("pending", [](const Channel& channel) { return inPython(channel.pending()); })
+      .def("note", &Channel::note, py::arg("generation"), py::arg("steps"))
       .def("send", &send, py::arg("framed"), withoutGil);
   py::class_<WorldStore, ::c10d::Store, c10::intrusive_ptr<WorldStore>>(module, "WorldStore")
       .def(py::init([](const std::string& host, uint16_t port, std::optional<int> listener,
@@ -85,12 +91,6 @@ void bindControl(py::module_& module) {
   module.def(
       "enter_generation", [](uint64_t generation) { LiveGroups::ofProcess().enter(generation); },
       py::arg("generation"));
-  module.def("waited_s", []() -> std::optional<double> {
-    if (LiveGroups::ofProcess().hasOthers()) {
-      return std::nullopt;
-    }
-    return std::chrono::duration<double>(net::Waits::ofProcess().total()).count();
-  });
   module.def("interruption", [] { return LiveGroups::ofProcess().interruption(); });
   module.def(
       "interrupt_generation",

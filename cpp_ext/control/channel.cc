@@ -56,11 +56,35 @@ std::string frame(Topic topic, std::string_view body) {
   return framed.append(body);
 }
 
-// The body of a PING and one more member.
-std::string answer(std::string body, std::optional<bool> waits) {
-  body.erase(std::min(body.rfind('}'), body.size()));
-  const bool isFirst = body.find(':') == std::string::npos;
-  return body + (isFirst ? "" : ",") + "\"waits\":" + (waits ? (*waits ? "true" : "false") : "null") + "}";
+// Appends a member to a flat JSON object that has lost its closing brace.
+void append(std::string& object, std::string_view name, std::string_view value) {
+  if (object.find(':') != std::string::npos) {
+    object += ',';
+  }
+  object.append("\"").append(name).append("\":").append(value);
+}
+
+// As JSON writes it, whatever the program's locale.
+template <typename Number>
+std::string text(Number number) {
+  std::array<char, 32> digits;
+  return {digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr};
+}
+
+// Steps that are committed, when the last one was, and how long the process had waited for others by then.
+struct Progress {
+  uint64_t generation = 0;
+  uint64_t steps = 0;
+  std::chrono::steady_clock::time_point at;
+  std::optional<std::chrono::nanoseconds> waited;
+};
+
+// Time from one to the other in which it did not wait, if both are of one World.
+std::optional<std::chrono::nanoseconds> busyBetween(const Progress& before, const Progress& now) {
+  if (before.generation != now.generation || !before.waited || !now.waited) {
+    return std::nullopt;
+  }
+  return std::max(now.at - before.at - (*now.waited - *before.waited), std::chrono::nanoseconds{0});
 }
 
 // Cuts the first whole message off `bytes`.
@@ -97,6 +121,9 @@ struct Channel::State {
   uint64_t numArrived = 0;
   std::optional<std::pair<uint64_t, Message>> order;
   std::atomic<bool> hasOrder{false};
+  // Guarded by the mutex: as noted last, and as told last.
+  Progress noted;
+  Progress told;
 
   ~State() {
     close(fd);
@@ -114,7 +141,7 @@ struct Channel::State {
 
   void take(Message message) {
     if (message.topic == static_cast<uint8_t>(Topic::kPing)) {
-      write(frame(Topic::kPong, answer(message.body, calls.waits())));
+      write(frame(Topic::kPong, answer(std::move(message.body))));
       return;
     }
     if (message.topic == static_cast<uint8_t>(Topic::kAbort)) {
@@ -130,6 +157,22 @@ struct Channel::State {
       queue.emplace_back(number, std::move(message));
     }
     arrived.notify_all();
+  }
+
+  // The body of a PING and what there is to say.
+  std::string answer(std::string body) {
+    body.erase(std::min(body.rfind('}'), body.size()));
+    const std::optional<bool> waits = calls.waits();
+    append(body, "waits", waits ? (*waits ? "true" : "false") : "null");
+    const std::scoped_lock lock(mutex);
+    if (noted.generation != 0) {
+      append(body, "generation", text(noted.generation));
+      append(body, "steps", text(noted.steps));
+      const auto busy = busyBetween(told, noted);
+      append(body, "busy_s", busy ? text(std::chrono::duration<double>(*busy).count()) : "null");
+      told = noted;
+    }
+    return body + "}";
   }
 
   // False: the other side is gone, or `stop`.
@@ -234,6 +277,15 @@ std::optional<Message> Channel::pending() const {
   }
   const std::scoped_lock lock(state_->mutex);
   return state_->order ? std::optional(state_->order->second) : std::nullopt;
+}
+
+void Channel::note(uint64_t generation, uint64_t steps) {
+  if (state_->isForked()) {
+    return;
+  }
+  const Progress progress{generation, steps, std::chrono::steady_clock::now(), state_->calls.waited()};
+  const std::scoped_lock lock(state_->mutex);
+  state_->noted = progress;
 }
 
 void Channel::send(std::string_view framed) {

@@ -20,8 +20,8 @@ struct Message {
   std::string body;
 };
 
-// Answers PING, also with what `waits` says, tells `onAbort` of every ABORT at once, and keeps all else until
-// it is asked for. When the channel closes the agent is gone, and the process ends at once with status 1.
+// Answers PING, also with what `waits` says and what was noted last, tells `onAbort` of every ABORT at once, and
+// keeps all else until it is asked for. When the channel closes the agent is gone, and the process ends at once with status 1.
 //
 // A process has one at a time. A child made by fork() has none: it closes the descriptor, and `next` and
 // `send` fail there. Threads: any.
@@ -32,6 +32,8 @@ class Channel {
     std::function<void(const std::string& body)> onAbort;
     // Whether the process waits for other ranks; nullopt: unknown.
     std::function<std::optional<bool>()> waits;
+    // For how long it has waited for them so far; nullopt: unknown.
+    std::function<std::optional<std::chrono::nanoseconds>()> waited;
   };
 
   // Takes over `fd`, a connected stream socket, and closes it in programs that this one executes. `calls` are
@@ -45,6 +47,8 @@ class Channel {
   std::optional<Message> next(std::chrono::milliseconds timeout);
   // The newest SWITCH, LEAVE or ABORT that `next` has not handed out.
   std::optional<Message> pending() const;
+  // So many steps are committed in the World of `generation`: told with the answers to PING. Wakes nobody.
+  void note(uint64_t generation, uint64_t steps);
   // Sends bytes that the contract has framed. Throws std::system_error.
   void send(std::string_view framed);
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -67,6 +68,27 @@ def test_a_ping_is_answered_while_python_does_nothing_and_is_not_handed_out(agen
     agent.channel.send(ControlMessage(Topic.PROGRESS, {"generation": 1, "steps": 3}))
     assert agent.receive() == ControlMessage(Topic.PROGRESS, {"generation": 1, "steps": 3})
     assert agent.channel.next(0) is None
+
+
+def test_answers_tell_of_the_steps_noted_last_and_how_long_they_kept_the_worker_busy(agent: Agent) -> None:
+    def told() -> ControlMessage:
+        agent.send(Topic.PING)
+        return agent.receive()
+
+    assert told().body == {"waits": False}
+    began_s = time.monotonic()
+    agent.channel.note(4, 10)
+    assert told().body == {"waits": False, "generation": 4, "steps": 10, "busy_s": None}
+    # In which it waits, for news.
+    assert agent.channel.next(0.3) is None
+    agent.channel.note(4, 11)
+    agent.channel.note(4, 12)
+    body = told().body
+    assert (body["generation"], body["steps"]) == (4, 12)
+    assert 0 <= body["busy_s"] <= time.monotonic() - began_s - 0.29
+    assert told().body["busy_s"] == 0
+    agent.channel.note(5, 12)
+    assert told().body == {"waits": False, "generation": 5, "steps": 12, "busy_s": None}
 
 
 def test_pending_is_the_newest_order_until_it_is_handed_out(agent: Agent) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.agreement import Declaration, describe_difference
-from baguarun.comm.control import BusyTime, ControlChannel
+from baguarun.comm.control import ControlChannel
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.world import enter_world
 from baguarun.contract import ControlMessage, Topic, WorkerEnv, World
@@ -27,7 +27,6 @@ from baguarun.errors import CommunicationError, UsageError
 
 R = TypeVar("R")
 
-_PROGRESS_EVERY_S = 0.2
 _ABORTS = (Topic.ABORT, Topic.SWITCH, Topic.LEAVE)
 
 
@@ -63,8 +62,7 @@ class InPlaceRun:
         # What ends training in this World when the script is done with the step that it has committed.
         self._ending: Exception | None = None
         self._boundary: SwitchBoundary | None = None
-        self._progress_at_s = 0.0
-        self._busy = BusyTime()
+        self._has_told_first_step = False
 
     @property
     def is_newcomer(self) -> bool:
@@ -102,10 +100,10 @@ class InPlaceRun:
 
     def after_commit(self) -> None:
         self._catching_up.commit()
-        now_s = time.monotonic()
-        if now_s >= self._progress_at_s:
-            self._progress_at_s = now_s + _PROGRESS_EVERY_S
-            self._tell_progress(busy_s=self._busy.since_last_s())
+        self._channel.note(self._generation, self._state._steps)
+        if not self._has_told_first_step:
+            self._has_told_first_step = True
+            self._tell_progress()
 
     def at_boundary(self, write_if_due: Callable[[], None], *, may_wait: bool) -> None:
         assert self._boundary is not None
@@ -212,9 +210,9 @@ class InPlaceRun:
         if not self._catching_up.copies.is_second_pass:
             self._catching_up.copies.commit(self._captured)
         self._is_in_world = True
+        self._has_told_first_step = False
+        self._channel.note(self._generation, self._state._steps)
         self._tell_progress(begins=True)
-        self._progress_at_s = 0.0
-        self._busy.since_last_s()
 
     def _begin_first_world(self) -> None:
         """The World that this process was started for."""

@@ -43,15 +43,6 @@ class Worker:
             # It has just died; its process is looked at next.
             pass
 
-    def steps(self, generation: int) -> int:
-        """The newest PROGRESS that it told of in that generation; -1 if none."""
-        found = [
-            message.body["steps"]
-            for message in self.heard
-            if message.topic is Topic.PROGRESS and message.body["generation"] == generation
-        ]
-        return max(found, default=-1)
-
 
 class FakeAgent:
     """Starts workers that run `job(*args)`, and is to be used as a context manager."""
