@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,11 @@ class AppliedSteps:
         optimizers: Sequence[Optimizer],
         models: Sequence[DistributedDataParallel] = (),
         scalers: Sequence[torch.amp.GradScaler] = (),
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """No optimizer steps before all that the gradients of `models` are made of has arrived."""
+        """No optimizer steps before all that the gradients of `models` are made of has arrived; `before_step`
+        is called then."""
+        self._before_step = before_step
         self._per_commit = [1] * len(optimizers)
         # By optimizer: since the last commit, or since the step is done again. The first `_skip` do nothing.
         self._taken = [0] * len(optimizers)
@@ -111,6 +114,7 @@ class AppliedSteps:
         optimizer = self._optimizers[index]
         for model in self._models:
             model.require_complete()
+        self._before_step()
         if self._taken[index] < self._skip[index]:
             # Optimizers pass over parameters without a gradient.
             for group in optimizer.param_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from baguarun.elastic.training.state import State
 class CatchingUp:
     """What one rank does with its `state`. Threads: the one that trains."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, before_step: Callable[[], None]) -> None:
+        """`before_step` is called when gradients are there and an optimizer steps next."""
         self._state = state
         self._captured = state._captured
         self._models = [
@@ -36,6 +37,7 @@ class CatchingUp:
             [value for value in self._captured.values() if isinstance(value, torch.optim.Optimizer)],
             self._models,
             [value for value in self._captured.values() if isinstance(value, torch.amp.GradScaler)],
+            before_step,
         )
         self.replicas_differ = any(model.algorithm.exchanges_weights for model in self._models)
         self._is_whole = True

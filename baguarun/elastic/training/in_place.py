@@ -51,7 +51,7 @@ class InPlaceRun:
         self._channel = channel
         self._env = env
         self._models = [each for each in captured.values() if isinstance(each, DistributedDataParallel)]
-        self._catching_up = CatchingUp(state)
+        self._catching_up = CatchingUp(state, self._before_step)
         self._patience = Patience(env.detect_timeout_s)
         self._declaration = replicated.declare(captured)
         self._generation = env.generation
@@ -95,6 +95,11 @@ class InPlaceRun:
                 self._is_in_world = False
         finally:
             self._state._watcher = None
+
+    def _before_step(self) -> None:
+        if self._is_in_world and self._boundary is not None:
+            self._look_for_news()
+            self._boundary.before_step(self._told)
 
     # What State calls.
 

@@ -51,8 +51,8 @@ def change_when_held(members: list[int], holding: int) -> During:
 
 def leave_at(folder: Path, step: int, **settings: Any) -> Story:
     """Three workers, of which the second leaves when `step` steps are committed."""
-    # Told before one commit they leave at the next.
-    held = [At(local_rank=rank, point="begin", step=step - 2, action="hold") for rank in range(3)]
+    # Told before their optimizers step they leave behind that step.
+    held = [At(local_rank=rank, point="begin", step=step - 1, action="hold") for rank in range(3)]
     return train(Script(folder=folder, happenings=held, **settings), 3, change_when_held([0, 2], 3))
 
 
@@ -259,7 +259,7 @@ def test_a_loss_while_the_state_is_sent_harms_nobody_else(tmp_path: Path, killed
         agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 2)
         agent.change([0, 1, 2], polite=True)
 
-    held = [At(local_rank=rank, point="begin", step=1, action="hold") for rank in range(2)]
+    held = [At(local_rank=rank, point="begin", step=2, action="hold") for rank in range(2)]
     story = train(Script(folder=tmp_path / "job", happenings=[*held, killed]), 2, join)
     one, other = story.ends()
     assert one["weights"] == other["weights"]

@@ -35,15 +35,58 @@ def test_all_leave_at_one_commit_soon_after_one_was_told(in_step: bool, ask_ever
     (commit, newest, asked), *others = run_ranks(_left_at, 3, in_step, ask_every_s)
     assert others == [(commit, newest, asked)] * 2
     assert newest == 2
-    # Told just after a question: the next one is 16 commits later at most, its answer is read after it.
-    assert TOLD_AT < commit <= TOLD_AT + 17
+    # Told just after a question: the next one is 16 commits later at most, and looked at after that.
+    assert TOLD_AT <= commit <= TOLD_AT + 17
 
 
 def test_ranks_are_asked_as_seldom_as_all_of_them_allow() -> None:
     # At the commits 1, 17, 33 and 49.
     assert run_ranks(_left_at, 2, True, 1e6) == [(50, 2, 4)] * 2
     # At every one: no step is as short as that.
-    assert run_ranks(_left_at, 2, True, 0.0) == [(TOLD_AT + 1, 2, TOLD_AT)] * 2
+    assert run_ranks(_left_at, 2, True, 0.0) == [(TOLD_AT, 2, TOLD_AT)] * 2
+
+
+def _asked_at_when_steps_become_long() -> list[int]:
+    switching._ASK_EVERY_S = 1e6
+    boundary = SwitchBoundary(1, in_step=True)
+    asked = []
+    for commit in range(1, 40):
+        if commit == 30:
+            switching._ASK_EVERY_S = 0.0
+        boundary.before_step(1)
+        boundary.at_commit(1)
+        asked.append(boundary.asked_at)
+    return sorted(set(asked))
+
+
+def test_ranks_are_asked_at_every_commit_once_steps_are_long() -> None:
+    # What they wish at commit 33 they all know at 34.
+    wanted = [1, 17, 33, 35, 36, 37, 38, 39]
+    assert run_ranks(_asked_at_when_steps_become_long, 2) == [wanted] * 2
+
+
+def _told_within_a_step(told_before: int, told_after: int) -> list[int | None]:
+    """What is found at two commits by ranks of which one is told before or after its optimizer steps."""
+    switching._ASK_EVERY_S = 0.0
+    boundary = SwitchBoundary(1, in_step=True)
+    found = []
+    for told in ((told_before, told_after), (told_after, told_after)):
+        before, after = told if dist.get_rank() == 1 else (1, 1)
+        # As with two optimizers: the question is asked once.
+        boundary.before_step(before)
+        boundary.before_step(after)
+        found.append(boundary.at_commit(after))
+        if found[-1] is not None:
+            boundary.farewell()
+            break
+    return found
+
+
+@pytest.mark.parametrize(("before", "after", "found"), [(2, 2, [2]), (1, 2, [None, 2])])
+def test_who_is_told_before_its_optimizer_steps_leaves_with_all_others_at_that_commit(
+    before: int, after: int, found: list[int | None]
+) -> None:
+    assert run_ranks(_told_within_a_step, 3, before, after) == [found] * 3
 
 
 def _end_of_training(told: int) -> int | None:

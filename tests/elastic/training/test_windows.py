@@ -26,9 +26,9 @@ def leave(
 ) -> Story:
     """All leave politely: by committed steps, who is left from there on."""
     folder.mkdir()
-    # Told before one commit they leave at the next.
+    # Told before their optimizers step they leave behind that step.
     held = [
-        At(local_rank=rank, point="begin", step=step - 2, action="hold")
+        At(local_rank=rank, point="begin", step=step - 1, action="hold")
         for step in leaves
         for rank in range(world_size)
     ]
@@ -112,7 +112,7 @@ def test_source_and_receiver_of_the_state_are_lost_at_once(tmp_path: Path) -> No
     folder = tmp_path / "lost"
     folder.mkdir()
     happenings = [
-        *(At(local_rank=rank, point="begin", step=1, action="hold") for rank in range(2)),
+        *(At(local_rank=rank, point="begin", step=2, action="hold") for rank in range(2)),
         At(local_rank=0, point="sends", step=3),
         At(local_rank=2, point="half", step=0, started_in=0),
     ]
