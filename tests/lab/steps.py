@@ -30,6 +30,8 @@ class Step:
     loss: float = 0.0
     commit_s: float = 0.0
     """How long commit() took."""
+    commit_cpu_s: float = 0.0
+    """What the thread that trains used of a core in it."""
     cpu_s: float = 0.0
     """What the worker's process has used so far."""
     weights: int = 0
