@@ -78,6 +78,12 @@ class CatchingUp:
             self._shared_to = self._places_at.get(all_came_to, [])
             self._places_at = {at: places for at, places in self._places_at.items() if at >= all_came_to}
 
+    def share_weights(self) -> None:
+        """Make replicas that differ their average, at a commit that all have come to: who goes after that
+        takes nothing along. Collective over the default group."""
+        replicated.average(self._captured)
+        self._shared_to = self._places()
+
     def _places(self) -> list[tuple[int, int]]:
         return [(sampler.epoch, sampler.cursor) for sampler in self._state._samplers]
 

@@ -82,7 +82,6 @@ class InPlaceRun:
                     return result
                 except WorldEnds:
                     self._part()
-                    self._catching_up.end_world(is_whole=True)
                 except Exception as error:
                     if not self._is_about_the_world(error):
                         raise
@@ -145,16 +144,21 @@ class InPlaceRun:
         self._tell_progress(ends=True)
 
     def _part(self) -> None:
-        """All have come to the same commit: wait until nobody needs a message of another one any more."""
+        """All have come to the same commit: share what each has trained on alone, as some may go for good,
+        and wait until nobody needs a message of another one any more."""
         assert self._boundary is not None
         self._ending = None
         try:
+            if self._catching_up.replicas_differ:
+                self._catching_up.share_weights()
             self._boundary.farewell()
+            is_whole = True
         except dist.DistError:
             # Somebody is lost just now, which the next World takes into account.
-            pass
+            is_whole = not self._catching_up.replicas_differ
         self._look_for_news()
         self._leave_if_told()
+        self._catching_up.end_world(is_whole=is_whole)
 
     def _leave_if_told(self) -> None:
         if self._is_told_to_leave:

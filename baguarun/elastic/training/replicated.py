@@ -119,16 +119,39 @@ def require_replicas(captured: Mapping[str, Any]) -> None:
                     )
 
 
+def average(captured: Mapping[str, Any]) -> None:
+    """Make weights that differ from rank to rank the average of all. Collective over the default group."""
+    everybody = dist.get_world_size()
+    with torch.no_grad():
+        # All are there before the first is changed: a loss meanwhile leaves each rank what it had.
+        totals = [_total(parameter) for parameter in _differing(captured)]
+        for parameter, total in zip(_differing(captured), totals, strict=True):
+            parameter.copy_(total / everybody)
+
+
 def average_newcomers(captured: Mapping[str, Any], *, newcomer: bool, survivors: int) -> None:
     """Make newcomers' weights the survivors' average. Collective over the default group."""
-    for value in captured.values():
-        if isinstance(value, DistributedDataParallel) and value.algorithm.exchanges_weights:
-            with torch.no_grad():
-                for parameter in value.module.parameters():
-                    total = torch.zeros_like(parameter) if newcomer else parameter.detach().clone()
-                    dist.all_reduce(total)
-                    if newcomer:
-                        parameter.copy_(total / survivors)
+    with torch.no_grad():
+        for parameter in _differing(captured):
+            total = _total(torch.zeros_like(parameter) if newcomer else parameter)
+            if newcomer:
+                parameter.copy_(total / survivors)
+
+
+def _differing(captured: Mapping[str, Any]) -> list[nn.Parameter]:
+    return [
+        parameter
+        for value in captured.values()
+        if isinstance(value, DistributedDataParallel) and value.algorithm.exchanges_weights
+        for parameter in value.module.parameters()
+    ]
+
+
+def _total(mine: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in fp32 at least."""
+    total = mine.detach().to(torch.promote_types(mine.dtype, torch.float32), copy=True)
+    dist.all_reduce(total)
+    return total
 
 
 def _state_of(value: Any) -> Any:

@@ -68,6 +68,8 @@ class Script:
     detect_timeout_s: float | None = None
     width: int = 8
     """Of the network."""
+    shows_weights: bool = False
+    """Whether the log has them, where a World begins and at every commit."""
     is_alone: bool = False
     """Whether each worker shares memory with no other one, as on a host of its own."""
 
@@ -152,9 +154,12 @@ def run_script(script: Script) -> None:
     # Asked at every commit, as slow steps are: a test says where its World is left.
     switching._ASK_EVERY_S = 0.0
 
+    def weights() -> dict[str, Any]:
+        return {"weights": [value.tolist() for value in net.parameters()]} if script.shows_weights else {}
+
     @baguarun.elastic.run
     def train(state: State) -> None:
-        log.write(what="enters", world_size=torch.distributed.get_world_size())
+        log.write(what="enters", world_size=torch.distributed.get_world_size(), **weights())
         while state.epoch < script.epochs:
             for micro_batches in state.steps(loader):
                 at("begin")
@@ -177,7 +182,7 @@ def run_script(script: Script) -> None:
                 state.schedule.step()
                 state.loss_sum += 1.0
                 state.commit()
-                log.write(what="committed", step=state.committed_steps)
+                log.write(what="committed", step=state.committed_steps, **weights())
                 at("committed")
             state.epoch += 1
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baguarun.comm.algorithms import (
     Algorithm,
@@ -188,6 +189,41 @@ def test_ranks_out_of_step_repeat_no_sample_of_a_survivor(tmp_path: Path, algori
     assert len(trained) == len(set(trained))
     missing = set(all_samples(3)) - set(trained)
     assert missing <= set(story.samples_of_the_dead())
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(local_steps=1000),
+        LocalSGD(local_steps=1000),
+        AsyncModelAverage(),
+        LowPrecisionDecentralized(communication_interval=1000),
+    ],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_what_somebody_has_trained_on_alone_stays_when_it_leaves(
+    tmp_path: Path, algorithm: Algorithm
+) -> None:
+    story = leave_at(
+        tmp_path / "job", step=3, algorithm=algorithm, epochs=3, batch_size=1, shows_weights=True
+    )
+    commits = [[each for each in log if each["what"] == "committed"] for log in story.logs.values()]
+    last = [[each for each in log if each["generation"] == 1][-1] for log in commits]
+    assert len(last) == 3 and len({each["step"] for each in last}) == 1
+    ranks = [[torch.tensor(value) for value in each["weights"]] for each in last]
+    assert any(not torch.equal(one, other) for one, other in zip(ranks[0], ranks[1], strict=True))
+    average = [sum(values) / 3 for values in zip(*ranks, strict=True)]
+    entered = [
+        [torch.tensor(value) for value in each["weights"]]
+        for log in story.logs.values()
+        for each in log
+        if each["what"] == "enters" and each["generation"] == 2
+    ]
+    assert len(entered) == 2
+    for weights in entered:
+        torch.testing.assert_close(weights, average)
+    trained = story.trained_samples() + story.samples_of_the_dead()
+    assert sorted(trained) == all_samples(3)
 
 
 @pytest.mark.parametrize(
