@@ -11,15 +11,16 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.harness import Report, Row, finish, parser
+from benchmarks.recovery_accounts import accounts
 from benchmarks.recovery_events import (
     EVENTS,
     LIGHTHOUSES,
     NEVER,
+    SAMPLES,
     Event,
     Running,
     Site,
@@ -30,7 +31,6 @@ from benchmarks.recovery_events import (
 from benchmarks.restart import figures
 from tests.lab import Lab
 from tests.lab.job import Etcd
-from tests.lab.steps import Step
 
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "qadam", "async_model_average", "diloco")
 LAUNCHERS = ("baguarun", "torchrun", "torchft", "torchft-tuned")
@@ -59,7 +59,7 @@ def suffer(launcher: str, algorithm: str, event: Event, site: Site, rounds: int)
                     break
                 job.wait_for_world(size, _START_CAP_S, since=time.time())
             if launcher == "baguarun":
-                trials[-1].problems += accounts(job.steps.all(), algorithm)
+                trials[-1].problems += accounts(job.steps.all(), algorithm, SAMPLES)
                 for problem in trials[-1].problems:
                     print(f"    {problem}", flush=True)
     return trials
@@ -72,38 +72,6 @@ def describe(trial: Trial) -> str:
     if trial.newcomer_s is not None:
         text += f", which stepped {trial.newcomer_s:.2f} s after it was ready"
     return text
-
-
-def accounts(steps: Sequence[Step], algorithm: str) -> list[str]:
-    """What is wrong with steps and samples of a job whose ranks step together."""
-    if algorithm in ("async_model_average", "diloco"):
-        return []
-    problems = []
-    by_step: dict[tuple[int, int], list[Step]] = {}
-    for step in steps:
-        if step.step > 0:
-            by_step.setdefault((step.epoch, step.step), []).append(step)
-    epochs: dict[int, list[int]] = {}
-    for epoch, number in by_step:
-        epochs.setdefault(number, []).append(epoch)
-    missing = sorted(set(range(1, max(epochs, default=0) + 1)) - set(epochs))
-    if missing:
-        problems.append(f"steps {missing} are missing")
-    twice = {number: sorted(found) for number, found in epochs.items() if len(found) > 1}
-    if twice:
-        problems.append(f"steps were done in two epochs: {twice}")
-    for epoch in sorted({epoch for epoch, _ in by_step})[:-1]:
-        seen = [
-            number
-            for (at, _), group in by_step.items()
-            if at == epoch
-            for step in group
-            for number in step.samples
-        ]
-        # A worker killed between its commit and its line leaves no line; what is there must be single.
-        if len(seen) != len(set(seen)):
-            problems.append(f"epoch {epoch}: {len(seen) - len(set(seen))} samples came twice")
-    return problems
 
 
 def rows(event: Event, algorithm: str, site: Site, found: dict[str, list[Trial]]) -> list[Row]:

@@ -19,6 +19,8 @@ from tests.lab.job import ETCD_PORT, REPOSITORY, Etcd, Job, baguarun_command, to
 from tests.lab.steps import ELASTIC_WORKER, Step
 
 CAP_S = 90.0
+SAMPLES = 1600
+"""In an epoch."""
 NEVER = float("inf")
 _TORCHFT_WORKER = Path(__file__).with_name("recovery_torchft.py")
 LIGHTHOUSES = {"torchft": 5000, "torchft-tuned": 500}
@@ -53,7 +55,7 @@ class Site:
             if launcher in LIGHTHOUSES:
                 return self._torchft_command(host, lighthouse)
             common = ["--nnodes", nnodes, "--nproc-per-node", str(self.per_node)]
-            script = [str(ELASTIC_WORKER), "--algorithm", algorithm]
+            script = [str(ELASTIC_WORKER), "--algorithm", algorithm, "--samples", str(SAMPLES)]
             if launcher == "torchrun":
                 meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.lab.hosts[0].address}:29400")
                 own = [*torchrun_command(), *meet, "--rdzv-id", job_id, "--local-addr", host.address]

@@ -34,6 +34,8 @@ class Step:
     """What the thread that trains used of a core in it."""
     cpu_s: float = 0.0
     """What the worker's process has used so far."""
+    lost_samples: int = 0
+    """Of which it was reported that their effect was lost with a worker."""
     weights: int = 0
     """A digest of weights and optimizer state."""
 
