@@ -49,6 +49,12 @@ class ControlChannel:
         """Raises `CommunicationError` if the agent is gone."""
         self._open().send(message.encode())
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether the job cannot be going on elsewhere without this node; True if the agent never told."""
+        found: bool = self._open().is_leased()
+        return found
+
     def note(self, generation: int, steps: int) -> None:
         """So many steps are committed in that World: told with every PONG from now on. Wakes nobody."""
         self._open().note(generation, steps)

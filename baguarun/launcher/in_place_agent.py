@@ -401,7 +401,8 @@ class InPlaceAgent(NodeAgent):
                         f"{now_s - worker.heard_s:.1f} s; killing it"
                     )
                     await self._crew.kill(worker)
-                worker.channel.send(ControlMessage(Topic.PING, {}))
+                lease_ms = int(1000 * self._session.lease_left_s)
+                worker.channel.send(ControlMessage(Topic.PING, {"lease_ms": lease_ms}))
 
     def _mention_late(self, worker: Worker, now_s: float) -> None:
         if self._said_late or now_s - worker.started_s < _LATE_S:

@@ -80,6 +80,7 @@ void bindControl(py::module_& module) {
       .def(py::init(&makeChannel), py::arg("fd"))
       .def("next", &next, py::arg("timeout"))
       .def("pending", [](const Channel& channel) { return inPython(channel.pending()); })
+      .def("is_leased", &Channel::isLeased)
       .def("note", &Channel::note, py::arg("generation"), py::arg("steps"))
       .def("send", &send, py::arg("framed"), withoutGil);
   py::class_<WorldStore, ::c10d::Store, c10::intrusive_ptr<WorldStore>>(module, "WorldStore")

@@ -124,6 +124,8 @@ struct Channel::State {
   // Guarded by the mutex: as noted last, and as told last.
   Progress noted;
   Progress told;
+  // Guarded by the mutex: none was told of before the first PING.
+  std::optional<std::chrono::steady_clock::time_point> leasedUntil;
 
   ~State() {
     close(fd);
@@ -141,6 +143,7 @@ struct Channel::State {
 
   void take(Message message) {
     if (message.topic == static_cast<uint8_t>(Topic::kPing)) {
+      noteLease(message.body);
       write(frame(Topic::kPong, answer(std::move(message.body))));
       return;
     }
@@ -157,6 +160,14 @@ struct Channel::State {
       queue.emplace_back(number, std::move(message));
     }
     arrived.notify_all();
+  }
+
+  void noteLease(const std::string& body) {
+    if (body.find("\"lease_ms\":") != std::string::npos) {
+      const std::chrono::milliseconds left(numberIn(body, "lease_ms"));
+      const std::scoped_lock lock(mutex);
+      leasedUntil = std::chrono::steady_clock::now() + left;
+    }
   }
 
   // The body of a PING and what there is to say.
@@ -277,6 +288,11 @@ std::optional<Message> Channel::pending() const {
   }
   const std::scoped_lock lock(state_->mutex);
   return state_->order ? std::optional(state_->order->second) : std::nullopt;
+}
+
+bool Channel::isLeased() const {
+  const std::scoped_lock lock(state_->mutex);
+  return !state_->leasedUntil || std::chrono::steady_clock::now() < *state_->leasedUntil;
 }
 
 void Channel::note(uint64_t generation, uint64_t steps) {

@@ -47,6 +47,8 @@ class Channel {
   std::optional<Message> next(std::chrono::milliseconds timeout);
   // The newest SWITCH, LEAVE or ABORT that `next` has not handed out.
   std::optional<Message> pending() const;
+  // Whether the newest PING's lease still runs; also if none has told of one.
+  bool isLeased() const;
   // So many steps are committed in the World of `generation`: told with the answers to PING. Wakes nobody.
   void note(uint64_t generation, uint64_t steps);
   // Sends bytes that the contract has framed. Throws std::system_error.

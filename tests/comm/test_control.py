@@ -91,6 +91,19 @@ def test_answers_tell_of_the_steps_noted_last_and_how_long_they_kept_the_worker_
     assert told().body == {"waits": False, "generation": 5, "steps": 12, "busy_s": None}
 
 
+def test_a_lease_runs_for_as_long_as_the_newest_ping_says(agent: Agent) -> None:
+    def leased_after(**body: int) -> bool:
+        agent.send(Topic.PING, **body)
+        agent.receive()
+        return agent.channel.is_leased
+
+    assert agent.channel.is_leased
+    assert leased_after()
+    assert not leased_after(lease_ms=0)
+    assert leased_after(lease_ms=3_600_000)
+    assert not leased_after(lease_ms=0)
+
+
 def test_pending_is_the_newest_order_until_it_is_handed_out(agent: Agent) -> None:
     assert agent.channel.pending is None
     agent.send(Topic.SWITCH, generation=2, reason="a node joins")

@@ -82,6 +82,7 @@ class Session:
         self._prober = prober
         self._lookout = Lookout(store, self._keys, settings, prober) if prober is not None else None
         self._lease = 0
+        self._leased_until_s = 0.0
         self._token = ""
         self._state = InPlaceState()
         self._record: NodeRecord | None = None
@@ -123,6 +124,11 @@ class Session:
     def events(self) -> AsyncIterator[MembershipEvent]:
         """What to do next, in order; ends when `run` returns or raises. For one reader."""
         return self._read_events()
+
+    @property
+    def lease_left_s(self) -> float:
+        """For so long nobody can take this node for lost, whatever becomes of the store; 0 if it may be."""
+        return max(0.0, self._leased_until_s - asyncio.get_running_loop().time())
 
     async def acknowledge(self, generation: int, master_port: int | None) -> None:
         """Workers of older generations are gone; `master_port` is a free port here, used if we are node 0."""
@@ -250,7 +256,7 @@ class Session:
                 return
             except RejoinError as error:
                 log.warning("node %s: %s; registering again", self._offer.name, error)
-                self._lease = 0
+                self._lease, self._leased_until_s = 0, 0.0
                 self._leading = False
                 # Ours may not be the only lease that ended: if we lead, the others get time to come back.
                 self._pulse.gap_s = asyncio.get_running_loop().time()
@@ -339,9 +345,13 @@ class Session:
             finally:
                 timer.cancel()
             self._check_lease.clear()
-            await self._patiently(lambda: self._store.keep_alive(self._lease))
+            await self._patiently(self._renew)
             self._renewed()
             pause_s = interval_s
+
+    async def _renew(self) -> None:
+        asked_s = asyncio.get_running_loop().time()
+        self._leased_until_s = asked_s + await self._store.keep_alive(self._lease)
 
     async def _follow(self, start_revision: int) -> None:
         ranges = [WatchRange(self._keys.all, prefix=True), WatchRange(self._row_prefix, True, False)]

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class CheckpointFolder:
         self._writer: threading.Thread | None = None
         self._failure: str | None = None
         self._writers: _Writers | None = None
+        self.may_publish: Callable[[], bool] = lambda: True
+        """Whether the job cannot be going on elsewhere. Called on the writer's thread."""
 
     def is_due(self, steps: int) -> bool:
         """Whether a checkpoint belongs to the commit of that number."""
@@ -195,6 +198,10 @@ class CheckpointFolder:
             if time.monotonic() > give_up_at_s:
                 raise CheckpointError(f"{', '.join(missing)} did not come in {_OTHERS_PATIENCE_S:g} s")
             time.sleep(0.02)
+        if not self.may_publish():
+            raise CheckpointError(
+                "this node's lease in the store has ended, and the job may be going on elsewhere"
+            )
         newest = self._published()[-1:]
         if newest and _facts(newest[0])["generation"] > writers.generation:
             raise CheckpointError(f"{newest[0].name} is of a later World; this worker is of one that ended")

@@ -46,6 +46,8 @@ class InPlaceRun:
         replicated.require_replicas(captured)
         for name, value in replicated.collect(captured).items():
             streaming.require_sendable(name, value)
+        if state._folder is not None:
+            state._folder.may_publish = lambda: channel.is_leased
         self._state = state
         self._captured = captured
         self._channel = channel

@@ -398,6 +398,22 @@ async def test_a_store_that_is_away_pauses_membership_only() -> None:
 
 
 @in_virtual_time
+async def test_a_lease_is_known_to_run_no_longer_than_the_store_keeps_it() -> None:
+    server, spec = FakeServer(), a_spec(2, 2)
+    nodes = [FakeNode(server, spec, f"n{i}") for i in range(2)]
+    await until_running(nodes, 1)
+    await asyncio.sleep(30)
+    ttl_s = nodes[0].session._settings.lease_ttl_s
+    assert all(0 < node.session.lease_left_s <= ttl_s for node in nodes)
+    server.freeze()
+    await asyncio.sleep(ttl_s)
+    assert all(node.session.lease_left_s == 0 for node in nodes)
+    server.thaw()
+    await asyncio.sleep(30)
+    assert all(node.session.lease_left_s > 0 for node in nodes)
+
+
+@in_virtual_time
 async def test_leases_that_ended_while_the_store_was_frozen_are_registered_again() -> None:
     server, spec = FakeServer(), a_spec(2, 3)
     nodes = [FakeNode(server, spec, f"n{i}") for i in range(3)]

@@ -82,6 +82,18 @@ def test_a_worker_of_an_older_world_publishes_nothing(tmp_path, monkeypatch, cap
     assert "is of a later World" in capfd.readouterr().err
 
 
+def test_a_worker_whose_node_has_no_lease_publishes_nothing_and_deletes_nothing(tmp_path, capfd):
+    state = make_state(tmp_path, every_steps=1, keep=1)
+    commit(state, 1)
+    state._folder.may_publish = lambda: False
+    commit(state, 2)
+    assert names(tmp_path) == ["step-000000000001"]
+    assert capfd.readouterr().err.count("this node's lease in the store has ended") == 2
+    state._folder.may_publish = lambda: True
+    commit(state, 1)
+    assert names(tmp_path) == ["step-000000000004"]
+
+
 def test_a_folder_that_cannot_be_made_is_named_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(baguarun.errors.BaguarunError, match=r"cannot be written: .*file/ckpt"):
