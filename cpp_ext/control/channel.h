@@ -20,8 +20,9 @@ struct Message {
   std::string body;
 };
 
-// Answers PING, also with what `waits` says and what was noted last, tells `onAbort` of every ABORT at once, and
-// keeps all else until it is asked for. When the channel closes the agent is gone, and the process ends at once with status 1.
+// Answers PING, also with what `waits` says and what was noted last, tells `onAbort` of every ABORT at once,
+// and keeps all else until it is asked for. When the channel closes the agent is gone, and the process ends
+// at once with status 1.
 //
 // A process has one at a time. A child made by fork() has none: it closes the descriptor, and `next` and
 // `send` fail there. Threads: any.

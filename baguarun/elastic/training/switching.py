@@ -10,12 +10,13 @@ import torch.distributed as dist
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import made_over
 
-_RELAXED_COMMITS = 8
-"""Commits between two questions where ranks are not in step."""
 _ASK_EVERY_S = 0.2
-"""Time between two questions where they are: a World is left so much later at most."""
+"""Time between two questions, about: a World is left so much later, or twice where ranks are not in step."""
 _MOST_COMMITS = 16
 """Between two questions, however short steps are: the next ones may be long."""
+_RELAXED_COMMITS = (2, 8)
+"""The least and the most between two questions where ranks are not in step: nobody who is that far behind
+holds the others up."""
 
 
 class SwitchBoundary:
@@ -27,8 +28,8 @@ class SwitchBoundary:
     Ranks that are in step ask when their gradients are there, so that the question goes about while
     optimizers step, and as seldom as the shortest of their wishes allows. Where that is in every step, as
     steps are long, they wait for the answer in the same commit; else they look at it in the next one, where
-    it is there. Ranks that are not in step wait for nobody: they look at the answer where they ask again,
-    after a fixed number of commits.
+    it is there. Ranks that are not in step do not wait for each other: they look at the answer where they ask
+    again, some commits later.
 
     Threads: the one that trains.
     """
@@ -39,7 +40,7 @@ class SwitchBoundary:
         self._in_step = in_step
         self._commits = 0
         # The commits at which ranks are asked next, and at which the answer is looked at.
-        self._ask_at = self._look_at = 1 if in_step else _RELAXED_COMMITS
+        self._ask_at = self._look_at = 1
         self._asked_at_s = time.monotonic()
         self.asked_at = 0
         """Number of the commit in this World at which the ranks were asked last; 0 before."""
@@ -69,7 +70,7 @@ class SwitchBoundary:
         self._commits += 1
         if self._group is None:
             return told if told > self._generation else None
-        newest = self._generation
+        newest, interval = self._generation, 0
         if self._commits == self._ask_at and self._in_step and self._work is None:
             self._start(told)
         if self._work is not None and self._commits == self._look_at:
@@ -80,7 +81,8 @@ class SwitchBoundary:
                 self._look_at = self._ask_at if interval == 1 else self._ask_at + 1
         if self._commits == self._ask_at and not self._in_step and newest == self._generation:
             self._start(told)
-            self._ask_at = self._look_at = self._commits + _RELAXED_COMMITS
+            least, most = _RELAXED_COMMITS
+            self._ask_at = self._look_at = self._commits + max(least, min(interval, most))
         return newest if newest > self._generation else None
 
     def at_end(self, told: int) -> int | None:
