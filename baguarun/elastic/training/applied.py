@@ -112,6 +112,7 @@ class AppliedSteps:
 
     def _begin(self, index: int) -> None:
         optimizer = self._optimizers[index]
+        _require_outside_backward(optimizer)
         for model in self._models:
             model.require_complete()
         self._before_step()
@@ -141,6 +142,14 @@ class AppliedSteps:
                 # Optimizers that keep counters or estimates in their groups.
                 if name != "lr" and not _same(group[name], value):
                     kept[name] = _copy(group[name])
+
+
+def _require_outside_backward(optimizer: Optimizer) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() inside backward: a step that a loss cut short could not be "
+            "done again under `--elastic in-place`; want step() after backward"
+        )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

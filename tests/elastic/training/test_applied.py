@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from baguarun.elastic.training.applied import AppliedSteps
+from baguarun.errors import UsageError
 
 
 class Training:
@@ -72,3 +73,13 @@ def test_what_is_applied_stays_so_when_the_step_is_cut_off_a_second_time() -> No
         training.applied.redo(training.applied.counts)
         assert training.applied.is_whole
     assert training.step(0.5, 0.5) == [0.5, 0.5]
+
+
+def test_an_optimizer_that_steps_inside_backward_is_refused_and_has_changed_nothing() -> None:
+    training = Training()
+    weight, optimizer = training.weights[0], training.optimizers[0]
+    weight.register_post_accumulate_grad_hook(lambda _weight: optimizer.step())
+    with pytest.raises(UsageError, match=r"^SGD\.step\(\) inside backward: .* want step\(\) after backward$"):
+        (weight * 0.5).sum().backward()
+    assert weight.item() == 1.0
+    assert training.applied.counts == [0, 0]
