@@ -111,12 +111,22 @@ def require_replicas(captured: Mapping[str, Any]) -> None:
                     f"State: '{name}' is data-parallel by with_bagua(), and would stay in the World where it "
                     "was made so; want State(model=baguarun.DistributedDataParallel(module, ...))"
                 )
-            for inner, tensor in value.state_dict(keep_vars=True).items():
-                if type(tensor).__name__ == "DTensor":
-                    raise UsageError(
-                        f"State: '{name}' has '{inner}' spread over workers (DTensor, FSDP); a lost worker's "
-                        "part could not be had back. Want `--elastic restart` with checkpoints"
-                    )
+            sharded = _first_sharded(value)
+            if sharded is not None:
+                raise UsageError(
+                    f"State: '{name}' has {sharded} spread over workers (DTensor, FSDP); a lost worker's "
+                    "part could not be had back. Want `--elastic restart` with checkpoints"
+                )
+
+
+def _first_sharded(model: nn.Module) -> str | None:
+    """The first part of `model` that is spread over workers, in words."""
+    # First by class: the state_dict of such a module is whole, and collective to take.
+    for inner, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            return f"'{inner}'" if inner else "its parameters"
+    tensors = model.state_dict(keep_vars=True)
+    return next((f"'{inner}'" for inner, each in tensors.items() if type(each).__name__ == "DTensor"), None)
 
 
 def average(captured: Mapping[str, Any]) -> None:

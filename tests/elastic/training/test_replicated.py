@@ -9,12 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import baguarun
 import baguarun.torch_api
 from baguarun.elastic.training import replicated
 from baguarun.errors import UsageError
 from tests.comm.ranks import run_ranks
+
+CPU = torch.device("cpu")
 
 
 def capture_a_model_of_bagua() -> None:
@@ -28,6 +33,48 @@ def capture_a_model_of_bagua() -> None:
 
 def test_a_model_of_with_bagua_is_refused_and_says_what_is_wanted() -> None:
     run_ranks(capture_a_model_of_bagua, 1)
+
+
+def shard_a_weight() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
+    return model
+
+
+def shard_all_weights() -> nn.Module:
+    return fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def wrap_a_part() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), FullyShardedDataParallel(nn.Linear(2, 2), device_id=CPU))
+
+
+def wrap_all() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(2, 2), device_id=CPU)
+
+
+def refusal_of(make: Callable[[], nn.Module]) -> str:
+    with pytest.raises(UsageError) as refusal:
+        replicated.require_replicas({"epoch": 0, "whole": nn.Linear(2, 2), "net": make()})
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "spread"),
+    [
+        (shard_a_weight, "'1.weight'"),
+        (shard_all_weights, "'weight'"),
+        (wrap_a_part, "'1'"),
+        (wrap_all, "its parameters"),
+    ],
+)
+def test_a_model_that_is_spread_over_workers_is_refused_by_name(
+    make: Callable[[], nn.Module], spread: str
+) -> None:
+    for said in run_ranks(refusal_of, 2, make):
+        assert said.startswith(f"State: 'net' has {spread} spread over workers (DTensor, FSDP)")
+        assert said.endswith("Want `--elastic restart` with checkpoints")
 
 
 def captured_of(rank: int) -> dict[str, Any]:
@@ -69,10 +116,10 @@ def leave_out(captured: dict[str, Any], rank: int) -> None:
 
 def what_is_said(change: Callable[[dict[str, Any], int], None]) -> str:
     captured = captured_of(dist.get_rank())
-    replicated.require_equal(captured, torch.device("cpu"))
+    replicated.require_equal(captured, CPU)
     change(captured, dist.get_rank())
     with pytest.raises(UsageError) as refusal:
-        replicated.require_equal(captured, torch.device("cpu"))
+        replicated.require_equal(captured, CPU)
     return str(refusal.value)
 
 
