@@ -90,6 +90,11 @@ class DistributedDataParallel(nn.Module):
         """The algorithm in use, with its settings."""
         return self._session.algorithm
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that were given when the module was wrapped."""
+        return self._session.optimizers
+
     def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Forwards inside it are of one part of an uneven step; only the last part's backward communicates.
 

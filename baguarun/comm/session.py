@@ -93,7 +93,7 @@ class DataParallelSession:
         self.algorithm = algorithm
         self.settings = settings
         self._module = module
-        self._optimizers = optimizers
+        self.optimizers = tuple(optimizers)
         self._on_default_group = process_group is None or process_group is dist.group.WORLD
         self._legacy = legacy
         self._keeps_committed = legacy is not None and legacy.keeps_committed
@@ -240,7 +240,7 @@ class DataParallelSession:
         return DataParallelSession(
             self._module,
             algorithm=self.algorithm,
-            optimizers=self._optimizers,
+            optimizers=self.optimizers,
             settings=dataclasses.replace(self.settings, init_sync=False),
             legacy=self.close(),
         )

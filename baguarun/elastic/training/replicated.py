@@ -119,6 +119,21 @@ def require_replicas(captured: Mapping[str, Any]) -> None:
                 )
 
 
+def require_optimizers(captured: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for optimizers that a wrapped model was given and that are not captured themselves:
+    their steps would not be counted, and a newcomer would not be sent what they keep."""
+    held = [value for value in captured.values() if isinstance(value, torch.optim.Optimizer)]
+    for name, value in captured.items():
+        if isinstance(value, DistributedDataParallel):
+            for optimizer in value.optimizers:
+                if not any(optimizer is each for each in held):
+                    raise UsageError(
+                        f"State: '{name}' was wrapped with optimizers=[...] of which State does not hold the "
+                        f"{type(optimizer).__name__}; want State({name}=..., optimizer=optimizer), with each "
+                        "optimizer under a name of its own"
+                    )
+
+
 def _first_sharded(model: nn.Module) -> str | None:
     """The first part of `model` that is spread over workers, in words."""
     # First by class: the state_dict of such a module is whole, and collective to take.

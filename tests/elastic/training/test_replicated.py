@@ -77,6 +77,24 @@ def test_a_model_that_is_spread_over_workers_is_refused_by_name(
         assert said.endswith("Want `--elastic restart` with checkpoints")
 
 
+def leave_an_optimizer_out() -> str:
+    model = nn.Linear(2, 2)
+    body, head = torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias])
+    net = baguarun.DistributedDataParallel(model, optimizers=[body, head])
+    replicated.require_optimizers({"net": net, "body": body, "head": head})
+    # Equal is not the same one.
+    other = torch.optim.SGD([model.bias])
+    with pytest.raises(UsageError) as refusal:
+        replicated.require_optimizers({"net": net, "body": body, "head": other})
+    return str(refusal.value)
+
+
+def test_an_optimizer_of_a_wrapped_model_that_state_does_not_hold_is_refused() -> None:
+    [said] = run_ranks(leave_an_optimizer_out, 1)
+    assert "'net' was wrapped with optimizers=[...] of which State does not hold the SGD" in said
+    assert "want State(net=..., optimizer=optimizer)" in said
+
+
 def captured_of(rank: int) -> dict[str, Any]:
     """What is the same everywhere, though random numbers differ by rank."""
     torch.manual_seed(0)
