@@ -26,6 +26,9 @@ R = TypeVar("R")
 _RUNNING = threading.Lock()
 """One training function at a time: a process has one place in its job."""
 
+_HAS_TRAINED_IN_PLACE = threading.Event()
+"""Set once this process has begun to train in place, which it does a single time."""
+
 
 def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R]:
     """Decorates the training function, whose first argument is the `State`.
@@ -35,8 +38,10 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
 
     Under `baguarun run --elastic in-place` it is called again, in the same process, whenever workers came or
     went, and goes on behind the last step that was committed. What communication raises when a worker is lost
-    is caught here: let it pass. Raises `UsageError` while another one runs in this process, and on every
-    worker if those that begin together hold different plain values, settings or unwrapped weights.
+    is caught here: let it pass, and do all training in one call, for a second one is refused.
+
+    Raises `UsageError` while another one runs in this process, and on every worker if those that begin
+    together hold different plain values, settings or unwrapped weights.
     """
 
     @functools.wraps(train)
@@ -49,11 +54,13 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
             channel = control_channel(read_worker_env())
             try:
                 if channel is not None:
+                    _require_first(train)
                     # To the descriptor, which is the log: sys.stderr may be anything.
                     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
                     in_place = InPlaceRun(state, channel, read_worker_env())
                     if in_place.is_newcomer:
                         start_early([*args, *kwargs.values()])
+                    _HAS_TRAINED_IN_PLACE.set()
                     return in_place.train(lambda: train(state, *args, **kwargs))
                 if dist.is_initialized() and dist.get_world_size() > 1:
                     replicated.require_equal(state._captured, device())
@@ -76,3 +83,12 @@ def _the_only_one(train: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         _RUNNING.release()
+
+
+def _require_first(train: Callable[..., object]) -> None:
+    if _HAS_TRAINED_IN_PLACE.is_set():
+        raise UsageError(
+            f"baguarun.elastic.run: '{train.__qualname__}' is called after another training function has "
+            "run; a worker that joins would begin with that one. Want all training in one function under "
+            "`--elastic in-place`, with what is done already in State"
+        )
