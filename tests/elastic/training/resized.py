@@ -157,9 +157,21 @@ def run_script(script: Script) -> None:
     def weights() -> dict[str, Any]:
         return {"weights": [value.tolist() for value in net.parameters()]} if script.shows_weights else {}
 
+    def places() -> dict[str, int | None]:
+        """Where in memory tensors are: one outside of the state, one of the model, one of an optimizer."""
+        weight = state.body.param_groups[0]["params"][0]
+        # The first step makes it.
+        moment = state.body.state[weight].get("exp_avg")
+        return {
+            "outside": outside.data_ptr(),
+            "weight": weight.data_ptr(),
+            "moment": None if moment is None else moment.data_ptr(),
+        }
+
     @baguarun.elastic.run
     def train(state: State) -> None:
-        log.write(what="enters", world_size=torch.distributed.get_world_size(), **weights())
+        world_size = torch.distributed.get_world_size()
+        log.write(what="enters", world_size=world_size, places=places(), **weights())
         while state.epoch < script.epochs:
             for micro_batches in state.steps(loader):
                 at("begin")
@@ -187,6 +199,7 @@ def run_script(script: Script) -> None:
             state.epoch += 1
 
     train(state)
+    log.write(what="trained", places=places())
     log.write(
         what="end",
         pid=os.getpid(),

@@ -57,6 +57,14 @@ def leave_at(folder: Path, step: int, **settings: Any) -> Story:
     return train(Script(folder=folder, happenings=held, **settings), 3, change_when_held([0, 2], 3))
 
 
+def replace_the_lost(agent: FakeAgent, folder: Path) -> None:
+    """Of three workers the second is lost; as soon as another one holds, its replacement joins."""
+    agent.run_until(lambda: bool(agent.losses))
+    newcomer = agent.start_newcomer(1)
+    agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
+    agent.change([0, 2, 1], polite=True)
+
+
 def same(one: Story, other: Story) -> bool:
     assert len(one.ends()) == len(other.ends()) > 0
     return [{**end, "pid": 0} for end in one.ends()] == [{**end, "pid": 0} for end in other.ends()]
@@ -117,16 +125,10 @@ def test_optimizers_that_have_stepped_do_not_step_again(tmp_path: Path) -> None:
 def test_a_newcomer_gets_the_state_and_survivors_stay_as_they_are(tmp_path: Path) -> None:
     """One is lost, and its replacement joins at a boundary."""
 
-    def replace(agent: FakeAgent, folder: Path) -> None:
-        agent.run_until(lambda: bool(agent.losses))
-        newcomer = agent.start_newcomer(1)
-        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
-        agent.change([0, 2, 1], polite=True)
-
     lost = At(local_rank=1, point="stepped", step=3)
     joined = At(local_rank=0, point="begin", step=9, action="hold")
     script = Script(folder=tmp_path / "job", epochs=4, happenings=[lost, joined], workers=1)
-    story = train(script, 3, replace)
+    story = train(script, 3, replace_the_lost)
     ends = story.ends()
     assert [end["steps"] for end in ends] == [24, 24, 24]
     assert {end["generation"] for end in ends} == {3}
@@ -134,6 +136,22 @@ def test_a_newcomer_gets_the_state_and_survivors_stay_as_they_are(tmp_path: Path
     assert len({end["rate"] for end in ends}) == 1
     assert len({str(end["random"]) for end in ends}) == 3
     assert sorted(story.applied_samples()) == all_samples(4)
+
+
+def test_survivors_keep_their_tensors_where_they_are_through_a_loss_and_a_join(tmp_path: Path) -> None:
+    # Nobody has applied the step that breaks, and so no survivor is sent anything.
+    lost = At(local_rank=1, point="begin", step=3)
+    joined = At(local_rank=0, point="begin", step=9, action="hold")
+    story = train(Script(folder=tmp_path / "job", epochs=4, happenings=[lost, joined]), 3, replace_the_lost)
+    survivors = [log for log in story.logs.values() if log[0]["generation"] == 1 and log[-1]["what"] == "end"]
+    assert len(survivors) == 2
+    for log in survivors:
+        seen = [entry["places"] for entry in log if "places" in entry]
+        assert [entry["generation"] for entry in log if "places" in entry] == [1, 2, 3, 3]
+        # Where it is in the first World is not known yet.
+        wanted = seen[-1]
+        assert wanted["moment"] is not None
+        assert seen == [{**wanted, "moment": None}, wanted, wanted, wanted]
 
 
 @pytest.mark.parametrize("policy", ["constant", "fixed_per_worker"])
@@ -169,19 +187,13 @@ RELAXED = [
 def test_ranks_out_of_step_repeat_no_sample_of_a_survivor(tmp_path: Path, algorithm: Algorithm) -> None:
     """What a lost worker had trained on alone is all that may be missing, and a newcomer joins."""
 
-    def replace(agent: FakeAgent, folder: Path) -> None:
-        agent.run_until(lambda: bool(agent.losses))
-        newcomer = agent.start_newcomer(1)
-        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 1)
-        agent.change([0, 2, 1], polite=True)
-
     lost = At(local_rank=1, point="stepped", step=3)
     held = At(local_rank=0, point="begin", step=30, action="hold")
     # An epoch is longer than ranks can be apart.
     script = Script(
         folder=tmp_path / "job", epochs=3, happenings=[lost, held], algorithm=algorithm, batch_size=1
     )
-    story = train(script, 3, replace)
+    story = train(script, 3, replace_the_lost)
     ends = story.ends()
     assert len(ends) == 3
     assert len({end["steps"] for end in ends}) == len({end["rate"] for end in ends}) == 1
