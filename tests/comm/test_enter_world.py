@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,39 @@ def test_a_step_done_again_owes_what_it_owed_at_the_commit(tmp_path: Path, algor
         folder.mkdir()
         found.append(run_ranks(change_world_after_four_steps, 2, str(folder), algorithm, abandons)[0])
     assert (found[0] == found[1]).all()
+
+
+def owed(trainee: Trainee) -> tuple[dict[str, torch.Tensor], bool]:
+    """What this rank's gradients owe, by parameter, and whether its sums owe anything."""
+    engine = trainee.model.algorithm_state_dict()["engine"]
+    return engine["residuals"], any(residual.any() for residual in engine["result_residuals"])
+
+
+def give_up_what_sums_owe(folder: str) -> list[str]:
+    meeting, trainee, rank = Meeting(folder), Trainee(Sparse(warmup_steps=0)), dist.get_rank()
+    for _ in range(4):
+        trainee.step()
+    of_gradients, sums_owe = owed(trainee)
+    assert sums_owe and any(residual.any() for residual in of_gradients.values())
+    meeting.enter(2, rank, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainee.model.enter_world()
+    now, sums_owe = owed(trainee)
+    assert not sums_owe
+    assert all(torch.equal(residual, now[name]) for name, residual in of_gradients.items())
+    # Nothing is owed that could be given up.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meeting.enter(3, rank, 2)
+        trainee.model.enter_world()
+    return [str(each.message) for each in caught]
+
+
+def test_what_sums_owe_is_given_up_with_a_warning_when_the_world_changes(tmp_path: Path) -> None:
+    for messages in run_ranks(give_up_what_sums_owe, 2, str(tmp_path)):
+        assert len(messages) == 1
+        assert "the World has changed, and what this rank's sums still owed is given up" in messages[0]
 
 
 def shrink_and_grow(folder: str, algorithm: str) -> None:
