@@ -41,7 +41,8 @@ class At:
     """"begin" of a step, "micro" (after a micro-batch), "backward" (after it), "between" the optimizers,
     "stepped", "writes" (the first checkpoint of a World), "answers" (looks at a commit whether to leave),
     "committed"; "ready" (said so), "enters", "models" (their groups come next), "stands" (tells where it
-    stands next); "sends" (half of the state is sent), "half" (has come), "receives" (all has)."""
+    stands next); "sends" (the structure of a state is sent), "half" (has come), "some sent" (of the tensors
+    after it), "some come", "receives" (all has)."""
     step: int
     """Committed steps at that time."""
     started_in: int = 1
@@ -254,20 +255,32 @@ def interrupt_meeting(at: Callable[[str], None]) -> None:
 
 
 def interrupt_streaming(at: Callable[[str], None]) -> None:
-    """Call `at` when the structure of a state is sent, when it is received, and when all is."""
-    send_all, decode, receive = streaming._send_all, streaming._decode, streaming.receive
+    """Call `at` when the structure of a state is sent or has come, amid its tensors, and when all have."""
+    # Many messages instead of one.
+    streaming._PACK_BYTES = 64
+    send, receive = streaming.send, streaming.receive
+    wait, decode = streaming._wait, streaming._decode
     messages = 0
     is_receiving = False
 
-    def counted(*args: Any) -> None:
+    def sent(*args: Any) -> None:
         nonlocal messages
-        send_all(*args)
+        messages = 0
+        send(*args)
+
+    def waited(*args: Any) -> None:
+        nonlocal messages
+        wait(*args)
         messages += 1
         if messages == 2:
             at("sends")
+        if messages == 5:
+            at("some come" if is_receiving else "some sent")
 
     def decoded(data: bytes) -> Any:
+        nonlocal messages
         if is_receiving:
+            messages = 2
             at("half")
         return decode(data)
 
@@ -279,7 +292,8 @@ def interrupt_streaming(at: Callable[[str], None]) -> None:
         at("receives")
         return value
 
-    streaming._send_all, streaming._decode, streaming.receive = counted, decoded, received
+    streaming.send, streaming.receive = sent, received
+    streaming._wait, streaming._decode = waited, decoded
 
 
 class Log:

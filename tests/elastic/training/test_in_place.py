@@ -21,6 +21,7 @@ from baguarun.comm.algorithms import (
     QAdam,
     Sparse,
 )
+from baguarun.contract import Topic
 from tests.elastic.training.fake_agent import FakeAgent
 from tests.elastic.training.resized import At, Script, Story, all_samples, run_script
 
@@ -50,6 +51,16 @@ def change_when_held(members: list[int], holding: int) -> During:
     return during
 
 
+def kill_when_held(local_rank: int, holding: int) -> During:
+    """As soon as so many workers hold, that one is killed."""
+
+    def during(agent: FakeAgent, folder: Path) -> None:
+        agent.run_until(lambda: Story.read(folder).holding() == holding)
+        agent.workers[local_rank].process.kill()
+
+    return during
+
+
 def leave_at(folder: Path, step: int, **settings: Any) -> Story:
     """Three workers, of which the second leaves when `step` steps are committed."""
     # Told before their optimizers step they leave behind that step.
@@ -68,6 +79,20 @@ def replace_the_lost(agent: FakeAgent, folder: Path) -> None:
 def same(one: Story, other: Story) -> bool:
     assert len(one.ends()) == len(other.ends()) > 0
     return [{**end, "pid": 0} for end in one.ends()] == [{**end, "pid": 0} for end in other.ends()]
+
+
+def weights_at(story: Story, step: int) -> list[Any]:
+    """Those right after that commit, alike on all who have come to it: two of the body, two of the head."""
+    found = [
+        entry["weights"]
+        for log in story.logs.values()
+        for entry in log
+        if entry["what"] == "committed" and entry["step"] == step
+    ]
+    assert found
+    assert all(each == found[0] for each in found)
+    weights: list[Any] = found[0]
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -112,14 +137,19 @@ def test_what_stands_behind_a_commit_is_done_though_the_world_breaks_in_it(
 def test_optimizers_that_have_stepped_do_not_step_again(tmp_path: Path) -> None:
     """Of two optimizers one has stepped on one survivor and on the dead: the next World steps the other."""
     happenings = [
-        At(local_rank=1, point="between", step=3),
+        At(local_rank=1, point="between", step=3, action="hold"),
         At(local_rank=0, point="between", step=3, action="hold"),
         At(local_rank=2, point="backward", step=3, action="hold"),
     ]
-    lost = train(Script(folder=tmp_path / "lost", happenings=happenings), 3)
+    script = Script(folder=tmp_path / "lost", happenings=happenings, shows_weights=True)
+    lost = train(script, 3, kill_when_held(1, 3))
     assert [end["steps"] for end in lost.ends()] == [6, 6]
     assert lost.ends()[0]["weights"] == lost.ends()[1]["weights"]
     assert sorted(lost.applied_samples()) == all_samples(1)
+    # What has stepped has done so once and for all, as with everybody there; the other one's gradients are
+    # those of a pass in which the first has stepped already, which no polite run has.
+    left = leave_at(tmp_path / "left", step=4, shows_weights=True)
+    assert weights_at(lost, step=4)[:2] == weights_at(left, step=4)[:2]
 
 
 def test_a_newcomer_gets_the_state_and_survivors_stay_as_they_are(tmp_path: Path) -> None:
@@ -294,25 +324,51 @@ def test_a_newcomer_that_stands_by_takes_the_lost_one_s_place_in_the_step(
         assert sorted(story.applied_samples()) == all_samples(1)
 
 
+@pytest.mark.parametrize("is_alone", [False, True], ids=["shared memory", "TCP"])
 @pytest.mark.parametrize(
-    "killed",
+    ("killed", "left"),
     [
-        pytest.param(At(local_rank=0, point="sends", step=3), id="who sends"),
-        pytest.param(At(local_rank=2, point="receives", step=0, started_in=0), id="who receives"),
+        pytest.param(At(local_rank=0, point="sends", step=3), [1, 2], id="who has sent no tensor"),
+        pytest.param(At(local_rank=0, point="some sent", step=3), [1, 2], id="who has sent some tensors"),
+        pytest.param(
+            At(local_rank=2, point="half", step=0, started_in=0), [0, 1], id="to whom no tensor has come"
+        ),
+        pytest.param(
+            At(local_rank=2, point="some come", step=0, started_in=0), [0, 1], id="to whom some have come"
+        ),
+        pytest.param(
+            At(local_rank=2, point="receives", step=0, started_in=0), [0, 1], id="to whom all have come"
+        ),
     ],
 )
-def test_a_loss_while_the_state_is_sent_harms_nobody_else(tmp_path: Path, killed: At) -> None:
-    def join(agent: FakeAgent, folder: Path) -> None:
+def test_a_loss_while_the_state_is_sent_harms_nobody_else(
+    tmp_path: Path, killed: At, left: list[int], is_alone: bool
+) -> None:
+    """The rest ends with the bits of a job in which the same workers have left and joined politely."""
+
+    def join_and_lose(agent: FakeAgent, folder: Path) -> None:
         newcomer = agent.start_newcomer(2)
         agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 2)
         agent.change([0, 1, 2], polite=True)
 
+    def join_and_leave(agent: FakeAgent, folder: Path) -> None:
+        newcomer = agent.start_newcomer(2)
+        agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == 2)
+        # The second World was over before its first step.
+        agent.generation = 2
+        agent.change(left, polite=True)
+        if 2 not in left:
+            newcomer.tell(Topic.LEAVE, generation=3, reason="test")
+
     held = [At(local_rank=rank, point="begin", step=2, action="hold") for rank in range(2)]
-    story = train(Script(folder=tmp_path / "job", happenings=[*held, killed]), 2, join)
-    one, other = story.ends()
-    assert one["weights"] == other["weights"]
-    assert one["steps"] == other["steps"] == 8
-    assert sorted(story.applied_samples()) == all_samples(1)
+    lost = train(
+        Script(folder=tmp_path / "lost", happenings=[*held, killed], is_alone=is_alone), 2, join_and_lose
+    )
+    reference = train(Script(folder=tmp_path / "left", happenings=held, is_alone=is_alone), 2, join_and_leave)
+    assert same(lost, reference)
+    assert [end["generation"] for end in lost.ends()] == [3, 3]
+    assert [end["steps"] for end in lost.ends()] == [8, 8]
+    assert sorted(lost.applied_samples()) == all_samples(1)
 
 
 def test_the_newest_checkpoint_is_loaded_where_no_whole_copy_is_left(tmp_path: Path) -> None:
