@@ -71,6 +71,8 @@ class Script:
     """Of the network."""
     shows_weights: bool = False
     """Whether the log has them, where a World begins and at every commit."""
+    overflows_in: int | None = None
+    """Committed steps when the loss is infinite, on all ranks."""
     is_alone: bool = False
     """Whether each worker shares memory with no other one, as on a host of its own."""
 
@@ -180,7 +182,10 @@ def run_script(script: Script) -> None:
                 state.head.zero_grad()
                 given = []
                 for inputs, wanted, names in micro_batches:
-                    scaler.scale(nn.functional.mse_loss(state.model(inputs), wanted)).backward()
+                    loss = nn.functional.mse_loss(state.model(inputs), wanted)
+                    if state.committed_steps == script.overflows_in:
+                        loss = loss * float("inf")
+                    scaler.scale(loss).backward()
                     given += [(state.epoch, name) for name in names.tolist()]
                     at("micro")
                 log.write(what="given", step=state.committed_steps, samples=given)

@@ -152,6 +152,38 @@ def test_optimizers_that_have_stepped_do_not_step_again(tmp_path: Path) -> None:
     assert weights_at(lost, step=4)[:2] == weights_at(left, step=4)[:2]
 
 
+OVERFLOW_IN = 3
+
+
+@pytest.mark.parametrize(
+    ("step", "survivors", "wanted_step"),
+    [
+        pytest.param(3, {0: ["backward"], 2: ["backward"]}, 4, id="both come to the commit"),
+        pytest.param(3, {0: ["backward", "break"], 2: ["backward", "break"]}, 3, id="the step is done again"),
+        pytest.param(3, {0: ["stepped", "break"], 2: ["stepped", "break"]}, 3, id="done again from its end"),
+        pytest.param(3, {0: ["stepped"], 2: ["backward", "break"]}, 4, id="one comes to the commit"),
+        pytest.param(4, {0: ["stepped"], 2: ["backward"]}, 5, id="in the next step, which one has applied"),
+        pytest.param(4, {0: ["backward"], 2: ["backward"]}, 4, id="in the next step, which is done again"),
+    ],
+)
+def test_a_loss_about_a_step_that_overflows_ends_with_the_bits_of_a_polite_leave(
+    tmp_path: Path, step: int, survivors: dict[int, list[str]], wanted_step: int
+) -> None:
+    """All workers hold in that step, and one is killed there."""
+    happenings = [At(local_rank=1, point="backward", step=step, action="hold")]
+    for rank, (point, *more) in survivors.items():
+        for action in ["hold", *more]:
+            happenings.append(At(local_rank=rank, point=point, step=step, action=action, generation=1))
+    settings: dict[str, Any] = {"overflows_in": OVERFLOW_IN, "shows_weights": True}
+    lost = train(Script(folder=tmp_path / "lost", happenings=happenings, **settings), 3, kill_when_held(1, 3))
+    left = leave_at(tmp_path / "left", step=wanted_step, **settings)
+    assert same(lost, left)
+    assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(1)
+    # It doubles in the third step and is halved in the fourth, once.
+    assert [end["scale"]["scale"] for end in lost.ends()] == [2.0**10] * 2
+    assert weights_at(lost, step=OVERFLOW_IN) == weights_at(lost, step=OVERFLOW_IN + 1)
+
+
 def test_a_newcomer_gets_the_state_and_survivors_stay_as_they_are(tmp_path: Path) -> None:
     """One is lost, and its replacement joins at a boundary."""
 
