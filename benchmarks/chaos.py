@@ -56,7 +56,12 @@ def main(argv: list[str] | None = None) -> int:
             target=2.0,
         ),
     ]
-    report.raw = {"history": outcome.history, "calm": calm, "problems": outcome.problems}
+    report.raw = {
+        "history": outcome.history,
+        "descriptors": outcome.descriptors,
+        "calm": calm,
+        "problems": outcome.problems,
+    }
     return finish(report, args)
 
 

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.lab.descriptors import Descriptors
 from tests.lab.etcd_trio import EtcdTrio
 from tests.lab.host import Host
 from tests.lab.job import Job
 from tests.lab.lab import Lab
 from tests.lab.steps import Step
 
+LEADER_KILLED = "etcd's leader killed"
 _RECENT_S = 1.0
 
 
@@ -40,7 +42,9 @@ class Chaos:
     hosts: Sequence[Host]
     """Where agents run: one worker each."""
     random: random.Random
-    history: list[tuple[float, Blow, str]] = field(default_factory=list)
+    history: list[tuple[float, str, str]] = field(default_factory=list)
+    """When what happened to which host."""
+    descriptors: Descriptors = field(default_factory=Descriptors)
     up: set[str] = field(default_factory=set)
     """Names of the hosts that are well."""
 
@@ -58,9 +62,16 @@ class Chaos:
             return
         blow = self.random.choice(blows)
         host = self.random.choice(down if blow is Blow.JOIN else up)
-        self.history.append((time.time(), blow, host.name))
-        print(f"{blow.value}: {host.name}", flush=True)
+        self._note(blow.value, host)
         self._carry_out(blow, host)
+
+    def count_descriptors(self) -> None:
+        """Of agents and workers that are well, at a quiet moment."""
+        self.descriptors.count(self.job, [host for host in self.hosts if host.name in self.up])
+
+    def _note(self, what: str, host: Host) -> None:
+        self.history.append((time.time(), what, host.name))
+        print(f"{what}: {host.name}", flush=True)
 
     def _carry_out(self, blow: Blow, host: Host) -> None:
         match blow:
@@ -98,9 +109,10 @@ class Chaos:
                 return
             if kills and number * every_s >= kills[0]:
                 kills.pop(0)
-                print("etcd's leader killed", flush=True)
+                self._note(LEADER_KILLED, self.etcd.host)
                 self.etcd.kill_leader()
                 self.etcd.start()
+            self.count_descriptors()
             self.strike()
 
 
@@ -141,3 +153,9 @@ def unbalanced(steps: Sequence[Step], length: int, global_batch: int) -> list[st
 
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def listening(host: Host) -> set[str]:
+    """Addresses and ports of `host` where somebody listens."""
+    lines = host.run(["ss", "--listening", "--tcp", "--numeric", "--no-header"]).stdout.splitlines()
+    return {line.split()[3] for line in lines}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.lab.chaos import Chaos, shared_memory, unbalanced
+from tests.lab.chaos import Chaos, listening, shared_memory, unbalanced
 from tests.lab.etcd_trio import EtcdTrio
 from tests.lab.host import Host
 from tests.lab.job import Job, baguarun_command
@@ -49,6 +49,9 @@ class Outcome:
     """On data held out; not a number if the job did not end."""
     problems: list[str] = field(default_factory=list)
     history: list[tuple[float, str, str]] = field(default_factory=list)
+    """When what happened to which host, kills of etcd's leader among it."""
+    descriptors: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Open ones of every process, by its place in the World, in the order counted."""
     steps: int = 0
     logs: str = ""
 
@@ -60,16 +63,23 @@ def undergo(plan: Plan, folder: Path) -> Outcome:
         etcd = EtcdTrio(lab.hosts[-1], folder / "etcd")
         etcd.start()
         nodes = lab.hosts[:HOSTS]
+        ports = {host.name: listening(host) for host in nodes}
         with _job(plan, folder, etcd.url) as job:
             chaos = Chaos(lab, job, etcd, nodes, random.Random(plan.seed))
             chaos.begin()
             job.wait_for_world(HOSTS, _START_S, settled=10)
+            chaos.count_descriptors()
             chaos.run(plan.seconds, plan.every_s, plan.leader_kills)
+            chaos.count_descriptors()
             well = [host for host in nodes if host.name in chaos.up]
             # Steps cost more while hosts come and go: what is left to do may take as long again.
             give_up_s = time.monotonic() + _END_S + plan.seconds
             codes = {host.name: _exit_code(job, host, give_up_s) for host in well}
             problems = [f"{host.name}: process {pid} was left" for host in well for pid in host.pids()]
+            for host in well:
+                left = sorted(listening(host) - ports[host.name])
+                problems += [f"{host.name}: somebody listens on {address}" for address in left]
+            problems += chaos.descriptors.grown()
             logs, steps = job.logs(tail_chars=6000), job.steps.all()
     # Segments of processes that were killed have no name any more, or are removed by the next group made.
     problems += [f"/dev/shm/{name} was left" for name in sorted(shared_memory() - before)]
@@ -81,7 +91,8 @@ def undergo(plan: Plan, folder: Path) -> Outcome:
         exit_codes=codes,
         loss=next((step.loss for step in steps if step.step == -1), float("nan")),
         problems=problems,
-        history=[(at, blow.value, host) for at, blow, host in chaos.history],
+        history=chaos.history,
+        descriptors=chaos.descriptors.counts,
         steps=last,
         logs=logs,
     )

@@ -427,3 +427,37 @@ def test_an_error_of_the_script_ends_its_worker_and_no_other(tmp_path: Path) -> 
     story = train(Script(folder=tmp_path / "job", happenings=happenings), 3)
     assert [end["steps"] for end in story.ends()] == [6, 6]
     assert sorted(story.applied_samples()) == all_samples(1)
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["shared memory", "TCP"])
+def test_a_worker_has_no_more_descriptors_open_after_many_worlds_than_after_two(
+    tmp_path: Path, is_alone: bool
+) -> None:
+    num_worlds = 12
+
+    def change_often(agent: FakeAgent, folder: Path) -> None:
+        for generation in range(1, num_worlds):
+            wanted = 2 * generation
+            agent.run_until(lambda wanted=wanted: Story.read(folder).held() == wanted)
+            agent.change([0, 1], polite=generation % 2 == 0)
+
+    held = [
+        At(local_rank=rank, point="begin", step=3 * generation, action="hold")
+        for generation in range(1, num_worlds)
+        for rank in range(2)
+    ]
+    script = Script(folder=tmp_path / "job", epochs=6, happenings=held, is_alone=is_alone)
+    story = train(script, 2, change_often)
+    assert [end["generation"] for end in story.ends()] == [num_worlds] * 2
+    for log in story.logs.values():
+        # The least: what a World has left behind may be closed a little later, by threads.
+        least = {
+            generation: min(
+                entry["descriptors"]
+                for entry in log
+                if entry["what"] == "committed" and entry["generation"] == generation
+            )
+            for generation in range(1, num_worlds + 1)
+        }
+        # The third World is the first that was entered politely, as every other one from there on.
+        assert max(least[generation] for generation in range(4, num_worlds + 1)) <= max(least[2], least[3])
