@@ -318,9 +318,13 @@ void Driver::takeEnded(std::vector<Ended>& ended) {
   });
 }
 
+bool Driver::hasWork(const Lock& /*lock*/) const {
+  return !queue_.empty() || !transfers_.empty() || (communicator_ && communicator_->hasUnsent());
+}
+
 // Leaves what is still to do to the progress thread.
 void Driver::handOver(Lock& lock) {
-  if (driven_ || closed_ || (queue_.empty() && transfers_.empty())) {
+  if (driven_ || closed_ || !hasWork(lock)) {
     return;
   }
   startThread(lock);
@@ -349,7 +353,7 @@ void Driver::loop() {
   net::Waits::ignoreThisThread();
   Lock lock(mutex_);
   while (!threadStops_ && isProgressThread(lock)) {
-    if (driven_ || (queue_.empty() && transfers_.empty())) {
+    if (driven_ || !hasWork(lock)) {
       rest(lock);
     } else {
       step(lock, Clock::time_point::max());
@@ -428,7 +432,8 @@ void Driver::drainMessages(Lock& lock) {
     return transfer.use_count() > 1 && !transfer->isAbandoned();
   };
   const auto deadline = Clock::now() + kLongestFarewell;
-  while (!closed_ && Clock::now() < deadline && std::ranges::any_of(transfers_, isAwaited)) {
+  while (!closed_ && Clock::now() < deadline &&
+         (communicator_->hasUnsent() || std::ranges::any_of(transfers_, isAwaited))) {
     if (driven_) {
       idle_.wait_until(lock, std::min(deadline, Clock::now() + kLastLook));
     } else {

@@ -87,6 +87,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void step(Lock& lock, Clock::time_point sleepUntil);
   void leave(Lock& lock, std::vector<Ended> ended);
   static void finish(std::vector<Ended> ended);
+  bool hasWork(const Lock& lock) const;
   void handOver(Lock& lock);
   void drainMessages(Lock& lock);
   void startThread(const Lock& lock);

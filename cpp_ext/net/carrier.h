@@ -51,6 +51,8 @@ class Carrier {
   // Packets sent, and how many of the first of them are flushed.
   virtual uint64_t numSent() const = 0;
   virtual uint64_t numFlushed() = 0;
+  // Whether packets that were sent move on only while somebody drives.
+  virtual bool hasUnsent() = 0;
   // Hands what has come to `sink`. False: nothing came. Throws Error where the peer is gone.
   virtual bool receive(PacketSink& sink) = 0;
 };

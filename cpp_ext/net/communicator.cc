@@ -125,6 +125,7 @@ std::shared_ptr<Communicator::Message> Communicator::irecv(void* data, size_t by
 }
 
 bool Communicator::progress() { return implementation_->progress(); }
+bool Communicator::hasUnsent() const { return implementation_->hasUnsent(); }
 void Communicator::sleep(Clock::time_point until) { implementation_->sleep(until); }
 void Communicator::wake() noexcept { implementation_->wake(); }
 void Communicator::abort(const std::string& reason) noexcept { implementation_->abort(reason); }

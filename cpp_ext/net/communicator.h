@@ -101,6 +101,9 @@ class Communicator {
 
   // Moves messages. False: nothing could move.
   bool progress();
+  // Whether somebody must go on to call progress() though no message is awaited here: a short one that was
+  // sent may wait for room at the peer.
+  bool hasUnsent() const;
   // Sleeps until progress() may find something to do, wake() or abort() is called, or `until` has passed.
   void sleep(Clock::time_point until);
   // Ends a sleep(), also the next one.

@@ -43,6 +43,7 @@ class Communicator::Implementation : private WireContext {
 
   std::shared_ptr<Message> post(bool isSend, void* data, size_t bytes, int peer, uint32_t tag);
   bool progress();
+  bool hasUnsent() const { return mailbox_->hasUnsent() && !verdict_->isBroken(); }
   void sleep(Clock::time_point until);
   void wake() noexcept;
   void abort(const std::string& reason) noexcept;

@@ -18,6 +18,7 @@ class LinkCarrier : public Carrier {
   bool send(const Packet& packet, const std::byte* payload) override;
   uint64_t numSent() const override { return numSent_; }
   uint64_t numFlushed() override;
+  bool hasUnsent() override { return numFlushed() < numSent_; }
   bool receive(PacketSink& sink) override;
 
  private:

@@ -103,17 +103,20 @@ bool Mailbox::progress() {
   for (int count = 0; count < kMaxPackets && hooks_.receive(*this); ++count) {
     moved = true;
   }
+  bool hasUnsent = false;
   for (size_t i = 0; i < busyLanes_.size();) {
     const int peer = busyLanes_[i];
     Lane& lane = lanes_[static_cast<size_t>(peer)];
     moved |= flush(peer, lane);
-    if (lane.words.empty() && lane.outgoing.empty() && lane.unflushed.empty()) {
+    hasUnsent |= lane.hasUnsent;
+    if (lane.words.empty() && lane.outgoing.empty() && lane.unflushed.empty() && !lane.hasUnsent) {
       busyLanes_[i] = busyLanes_.back();
       busyLanes_.pop_back();
     } else {
       ++i;
     }
   }
+  hasUnsent_.store(hasUnsent);
   return moved;
 }
 
@@ -327,6 +330,7 @@ bool Mailbox::flush(int peer, Lane& lane) {
     lane.unflushed.pop_front();
     moved = true;
   }
+  lane.hasUnsent = carrier->hasUnsent();
   return moved;
 }
 

@@ -46,6 +46,8 @@ class Mailbox : private PacketSink {
 
   // Whether messages of this rank are under way.
   bool hasPending() const noexcept { return numPending_.load() > 0; }
+  // Whether messages whose send has ended are not with the network yet, and need somebody who drives.
+  bool hasUnsent() const noexcept { return hasUnsent_.load(); }
   // Whether something of `peer`, or for it, is awaited.
   bool needs(int peer) const;
 
@@ -75,6 +77,7 @@ class Mailbox : private PacketSink {
     std::deque<Packet> words;  // of room; they go before `outgoing`
     std::deque<Outgoing> outgoing;
     std::deque<std::pair<uint64_t, Handle>> unflushed;        // done when as many packets are flushed
+    bool hasUnsent = false;                                   // packets that its carrier keeps
     uint64_t eagerBytes = 0;                                  // sent and not yet credited
     uint64_t readBytes = 0;                                   // of its eager messages, not yet credited
     std::unordered_map<uint32_t, std::deque<Packet>> offers;  // rooms that no message has got, by tag
@@ -113,6 +116,7 @@ class Mailbox : private PacketSink {
   uint64_t numSends_ = 0;
   uint64_t numOffers_ = 0;
   std::atomic<size_t> numPending_{0};
+  std::atomic<bool> hasUnsent_{false};
 
   std::mutex mutex_;
   std::vector<Handle> posted_;

@@ -17,6 +17,8 @@ class ShmCarrier : public Carrier {
   // What is sent is copied.
   uint64_t numSent() const override { return 0; }
   uint64_t numFlushed() override { return 0; }
+  // All of it is in memory that the peer sees.
+  bool hasUnsent() override { return false; }
   bool receive(PacketSink& sink) override;
 
  private:
