@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +171,41 @@ def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
 
 def test_threads_talk_beside_collectives() -> None:
     run_ranks(from_many_threads, 2)
+
+
+def short_ones_to_a_rank_that_does_not_read_yet(folder: str) -> None:
+    """Sends end as soon as the link keeps them, which is more than the network takes."""
+    os.environ["NCCL_HOSTID"] = str(dist.get_rank())
+    rank, sent, received = dist.get_rank(), Path(folder) / "sent", Path(folder) / "received"
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder) / "world"), 2)
+    dist.init_process_group("baguanet", store=store, rank=rank, world_size=2)
+    messages = [numbers(7500, number) for number in range(14)]
+    if rank == 0:
+        dist.send(messages[0], 1)
+        for work in [dist.isend(message, 1) for message in messages]:
+            assert work is not None
+            work.wait()
+        sent.touch()
+        wait_for(received)
+    else:
+        found = torch.zeros_like(messages[0])
+        dist.recv(found, 0)
+        wait_for(sent)
+        for message in messages:
+            dist.recv(found, 0)
+            assert torch.equal(found, message)
+        received.touch()
+
+
+def wait_for(path: Path) -> None:
+    """Without a call of the group."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_short_messages_arrive_though_their_sender_has_nothing_more_to_do(tmp_path: Path) -> None:
+    run_ranks(short_ones_to_a_rank_that_does_not_read_yet, 2, str(tmp_path))
 
 
 def sizes_that_differ() -> None:
