@@ -11,7 +11,8 @@ from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import made_over
 
 _ASK_EVERY_S = 0.2
-"""Time between two questions, about: a World is left so much later, or twice where ranks are not in step."""
+"""Time between two questions, about: a World is left so much later. Ranks that are not in step look at an
+answer where they ask again, and so ask twice as often."""
 _MOST_COMMITS = 16
 """Between two questions, however short steps are: the next ones may be long."""
 _RELAXED_COMMITS = (2, 8)
@@ -123,4 +124,5 @@ class SwitchBoundary:
         now_s = time.monotonic()
         commits, elapsed_s = max(self._ask_at - self.asked_at, 1), now_s - self._asked_at_s
         self._asked_at_s = now_s
-        return max(1, min(round(_ASK_EVERY_S * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))
+        every_s = _ASK_EVERY_S if self._in_step else _ASK_EVERY_S / 2
+        return max(1, min(round(every_s * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))
