@@ -90,6 +90,12 @@ class Meeting:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
+    def wait_for_all(self, generation: int, rank: int, size: int) -> None:
+        """Until every rank is about to enter: who enters first ends whatever another still waits for."""
+        (self._folder / f"{generation}.{rank}.here").touch()
+        while not all((self._folder / f"{generation}.{other}.here").exists() for other in range(size)):
+            time.sleep(0.001)
+
     def enter(self, generation: int, rank: int, size: int) -> None:
         listener: socket.socket | None = listen()
         assert listener is not None
@@ -102,6 +108,11 @@ class Meeting:
             time.sleep(0.001)
         port = int(file.read_text()) if size > 1 else 0
         enter_world(world_of(generation, size, port), rank=rank, listener=listener, channel=None)
+
+    def enter_together(self, generation: int, rank: int, size: int) -> None:
+        """As a polite change does: once nobody waits for anybody in the World before."""
+        self.wait_for_all(generation, rank, size)
+        self.enter(generation, rank, size)
 
 
 def assert_equal_on_all_ranks(weights: torch.Tensor) -> None:
@@ -124,7 +135,7 @@ def fifty_worlds(folder: str) -> None:
     for generation in range(2, 52):
         trainee.step()
         trainee.backward()
-        meeting.enter(generation, rank, 2)
+        meeting.enter_together(generation, rank, 2)
         trainee.model.enter_world()
         assert all(parameter.grad is None for parameter in trainee.model.parameters())
         trainee.step()
@@ -183,11 +194,11 @@ def change_world_after_four_steps(folder: str, algorithm: str, abandons: bool) -
         seeded_step(trainee, number)
     if abandons:
         seeded_step(trainee, 4, ends=False)
-    meeting.enter(2, rank, 2)
+    meeting.enter_together(2, rank, 2)
     trainee.model.enter_world()
     if abandons:
         # Again: the World changes once more before the step is done again.
-        meeting.enter(3, rank, 2)
+        meeting.enter_together(3, rank, 2)
         trainee.model.enter_world()
     trainee.model.roll_back()
     for number in range(4, 7):
@@ -217,7 +228,7 @@ def give_up_what_sums_owe(folder: str) -> list[str]:
         trainee.step()
     of_gradients, sums_owe = owed(trainee)
     assert sums_owe and any(residual.any() for residual in of_gradients.values())
-    meeting.enter(2, rank, 2)
+    meeting.enter_together(2, rank, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainee.model.enter_world()
@@ -227,7 +238,7 @@ def give_up_what_sums_owe(folder: str) -> list[str]:
     # Nothing is owed that could be given up.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        meeting.enter(3, rank, 2)
+        meeting.enter_together(3, rank, 2)
         trainee.model.enter_world()
     return [str(each.message) for each in caught]
 
@@ -252,7 +263,7 @@ def shrink_and_grow(folder: str, algorithm: str) -> None:
             trainee.step()
             trainee.model.commit()
         # Who leaves first would break what the other one's last step waits for.
-        dist.barrier()
+        meeting.wait_for_all(2, rank, 2)
         meeting.enter(2, 0, 1)
         trainee.model.enter_world()
         trainee.model.roll_back()
