@@ -111,8 +111,9 @@ class CatchingUp:
             self.copies.roll_back(self._captured, is_applied=part.is_applied)
             self.applied.redo(self.applied.counts)
             state._go_to(steps, places)
+        weights_are_equal = True
         if self.replicas_differ:
-            self._agree_out_of_step(standings)
+            weights_are_equal = self._agree_out_of_step(standings)
             places, steps = state._committed_places, state._steps
         if part.send_to:
             sent = {
@@ -133,7 +134,7 @@ class CatchingUp:
                 self.copies.commit(self._captured)
                 self.copies.begin_second_pass()
         newcomers = sum(not standing.valid for standing in standings)
-        if newcomers and self.replicas_differ:
+        if newcomers and not weights_are_equal:
             survivors = len(standings) - newcomers
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
         state._go_to(steps, places)
@@ -171,15 +172,18 @@ class CatchingUp:
     def _begin_stream(self) -> None:
         begin_stream(torch.initial_seed(), self._generation, dist.get_rank())
 
-    def _agree_out_of_step(self, standings: Sequence[Standing]) -> None:
-        """Ranks that are steps apart: all go on as the furthest counts, and deal what was not trained on."""
+    def _agree_out_of_step(self, standings: Sequence[Standing]) -> bool:
+        """Ranks that are steps apart: all go on as the furthest counts, and deal what was not trained on.
+
+        True: none are, and the weights of all are the average that they made at their last commit.
+        """
         state = self._state
         mine = self._accounts if standings[dist.get_rank()].valid else None
         everyone: list[tuple[bool, list[Account]] | None] = [None] * len(standings)
         dist.all_gather_object(everyone, None if mine is None else (self._is_whole, mine))
         known = [entry for entry in everyone if entry is not None]
         if all(is_whole for is_whole, _ in known):
-            return
+            return True
         valid = [rank for rank, standing in enumerate(standings) if standing.valid]
         top = max(valid, key=lambda rank: standings[rank].committed)
         if mine is not None:
@@ -193,6 +197,7 @@ class CatchingUp:
             state._committed_places = state._places = state._all_places()
             state._steps = standings[top].committed
             self.applied.commit()
+        return False
 
     def _take_accounts(self) -> list[Account]:
         samplers = self._state._samplers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,37 +146,46 @@ def _first_sharded(model: nn.Module) -> str | None:
 
 def average(captured: Mapping[str, Any]) -> None:
     """Make weights that differ from rank to rank the average of all. Collective over the default group."""
-    everybody = dist.get_world_size()
-    with torch.no_grad():
-        # All are there before the first is changed: a loss meanwhile leaves each rank what it had.
-        totals = [_total(parameter) for parameter in _differing(captured)]
-        for parameter, total in zip(_differing(captured), totals, strict=True):
-            parameter.copy_(total / everybody)
+    differing, everybody = _differing(captured), dist.get_world_size()
+    # All are there before the first is changed: a loss meanwhile leaves each rank what it had.
+    _set(differing, [total / everybody for total in _totals(differing)])
 
 
 def average_newcomers(captured: Mapping[str, Any], *, newcomer: bool, survivors: int) -> None:
     """Make newcomers' weights the survivors' average. Collective over the default group."""
-    with torch.no_grad():
-        for parameter in _differing(captured):
-            total = _total(torch.zeros_like(parameter) if newcomer else parameter)
-            if newcomer:
-                parameter.copy_(total / survivors)
+    differing = _differing(captured)
+    totals = _totals([torch.zeros_like(each) for each in differing] if newcomer else differing)
+    if newcomer:
+        _set(differing, [total / survivors for total in totals])
 
 
-def _differing(captured: Mapping[str, Any]) -> list[nn.Parameter]:
+def _differing(captured: Mapping[str, Any]) -> list[torch.Tensor]:
     return [
-        parameter
+        parameter.detach()
         for value in captured.values()
         if isinstance(value, DistributedDataParallel) and value.algorithm.exchanges_weights
         for parameter in value.module.parameters()
     ]
 
 
-def _total(mine: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in fp32 at least."""
-    total = mine.detach().to(torch.promote_types(mine.dtype, torch.float32), copy=True)
-    dist.all_reduce(total)
-    return total
+def _totals(mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums over all ranks, in fp32 at least: one all-reduce for all tensors of a dtype and a device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, each in enumerate(mine):
+        wide = torch.promote_types(each.dtype, torch.float32)
+        alike.setdefault((wide, each.device), []).append(place)
+    found: dict[int, torch.Tensor] = {}
+    for (wide, _), places in alike.items():
+        flat = torch.cat([mine[place].reshape(-1).to(wide) for place in places])
+        dist.all_reduce(flat)
+        parts = torch.split(flat, [mine[place].numel() for place in places])
+        found |= {place: part.view_as(mine[place]) for place, part in zip(places, parts, strict=True)}
+    return [found[place] for place in range(len(mine))]
+
+
+def _set(tensors: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, wanted, strict=True):
+        tensor.copy_(value)
 
 
 def _state_of(value: Any) -> Any:
