@@ -60,6 +60,17 @@ class AppliedSteps:
         last one at which no scaler had left any out."""
         return any(self.counts) and self.counts == self._per_commit
 
+    def before_commit(self) -> None:
+        """A commit comes next. Raises `CommunicationError` where no optimizer has stepped, since a GradScaler
+        found infinities, and gradients may be those of an exchange that broke: nobody has looked yet.
+
+        On CPU backward has, by waiting: what it found stands, whatever has been heard since.
+        """
+        if not any(self._taken):
+            for model in self._models:
+                if not all(parameter.is_cpu for parameter in model.parameters()):
+                    model.require_complete()
+
     def commit(self) -> None:
         """A step ends, and the next one begins."""
         scales = [scaler.get_scale() for scaler in self._scalers]

@@ -105,6 +105,9 @@ class InPlaceRun:
 
     # What State calls.
 
+    def before_commit(self) -> None:
+        self._catching_up.applied.before_commit()
+
     def after_commit(self) -> None:
         self._catching_up.commit()
         self._channel.note(self._generation, self._state._steps)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from baguarun.elastic.training.applied import AppliedSteps
-from baguarun.errors import UsageError
+from baguarun.errors import CommunicationError, UsageError
 
 
 class Training:
     """Two weights of one, each with an optimizer that takes away the gradient, and a scaler for both."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Sequence[Any] = ()) -> None:
         self.weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
         self.optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in self.weights]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        self.applied = AppliedSteps(self.optimizers, scalers=[self.scaler])
+        self.applied = AppliedSteps(self.optimizers, models, scalers=[self.scaler])
 
     def step(self, *gradients: float, commits: bool = True) -> list[float]:
         """The weights after it. The gradients are of the first optimizers, and those after them do not
@@ -83,3 +86,42 @@ def test_an_optimizer_that_steps_inside_backward_is_refused_and_has_changed_noth
         (weight * 0.5).sum().backward()
     assert weight.item() == 1.0
     assert training.applied.counts == [0, 0]
+
+
+class Incomplete(nn.Module):
+    """A model whose exchange may be broken after backward, where backward waits for none."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, device=device))
+        self.broken = False
+
+    def require_complete(self) -> None:
+        if self.broken:
+            raise CommunicationError("broken")
+
+
+def test_a_step_that_a_scaler_left_out_is_not_committed_where_its_gradients_did_not_come() -> None:
+    model = Incomplete("meta")
+    training = Training([model])
+    assert training.step(OVERFLOW, OVERFLOW, commits=False) == [1.0, 1.0]
+    training.applied.before_commit()
+    model.broken = True
+    with pytest.raises(CommunicationError, match="broken"):
+        training.applied.before_commit()
+
+
+def test_a_step_that_is_applied_is_committed_whatever_breaks_after_it() -> None:
+    model = Incomplete("meta")
+    training = Training([model])
+    training.step(0.5, 0.5, commits=False)
+    model.broken = True
+    training.applied.before_commit()
+
+
+def test_on_cpu_what_backward_has_waited_for_stands() -> None:
+    model = Incomplete("cpu")
+    training = Training([model])
+    training.step(OVERFLOW, OVERFLOW, commits=False)
+    model.broken = True
+    training.applied.before_commit()
