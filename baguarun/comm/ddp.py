@@ -106,6 +106,10 @@ class DistributedDataParallel(nn.Module):
         """Stands for forward and backward on a rank that has no sample in a step."""
         self._session.take_part()
 
+    def prepare(self) -> None:
+        """In a World of one, before `enter_world` with ranks that would wait: do what needs none of them."""
+        self._session.prepare()
+
     def enter_world(self) -> None:
         """Go on in the World that `baguarun.comm.world.enter_world` has made. Collective over it.
 

@@ -156,7 +156,10 @@ class DataParallelSession:
         if algorithm.exchanges_weights:
             kept = None if legacy is None else legacy.weights
             context = StepContext(
-                weights=kept or FlatWeights(parameters), group=self._group, rails=self._rails
+                weights=kept or FlatWeights(parameters),
+                group=self._group,
+                rails=self._rails,
+                takes_over=legacy is not None,
             )
             self._stepper = algorithm.make_stepper(context)
             self._boundary = StepBoundary(self._stepper, optimizers)
@@ -229,6 +232,14 @@ class DataParallelSession:
         """Between steps: what `common_state` gave on another rank of this World."""
         if self._memory is not None:
             self._memory.adopt_common(state)
+
+    def prepare(self) -> None:
+        """In a World of one: put weights where an algorithm that exchanges them wants them to be."""
+        legacy = self._legacy or Legacy(keeps_committed=self._keeps_committed)
+        if self.algorithm.exchanges_weights and self._stepper is None and legacy.weights is None:
+            self._legacy = dataclasses.replace(
+                legacy, weights=FlatWeights(trainable_parameters(self._module))
+            )
 
     def succeed(self) -> DataParallelSession:
         """The session of the same model on the default group of now. Collective over it; the last call."""

@@ -93,10 +93,20 @@ class _Fragment:
 
     def __init__(self, local: Sequence[torch.Tensor]) -> None:
         self.local = [tensor for tensor in local if tensor.numel() > 0]
-        self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
-        self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
+        self.outer: list[torch.Tensor] = []
+        self.momentum: list[torch.Tensor] = []
         # The average change: a handle while it is under way, tensors after a resume.
         self.pending: Pending | CodedReduction | list[torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        """With the weights as they are, at rest."""
+        self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
+        self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
+
+    def begin_anyhow(self) -> None:
+        """With numbers that are overwritten next."""
+        self.outer = [torch.empty_like(tensor, dtype=_outer_dtype(tensor.dtype)) for tensor in self.local]
+        self.momentum = [torch.empty_like(tensor) for tensor in self.outer]
 
     def change(self, wire: torch.dtype | None) -> list[torch.Tensor]:
         changes = [outer - local for outer, local in zip(self.outer, self.local, strict=True)]
@@ -139,6 +149,9 @@ class OuterStepper(Stepper):
         self._settings = settings
         pieces = [buffer.tensor_split(settings.fragments) for buffer in context.weights.buffers]
         self._fragments = [_Fragment(local) for local in zip(*pieces, strict=True)]
+        if not context.takes_over:
+            for fragment in self._fragments:
+                fragment.begin()
         finish_at_exit(self, OuterStepper.finish)
 
     def shares_buffers(self) -> bool:
@@ -189,6 +202,10 @@ class OuterStepper(Stepper):
             for fragment, (outer, momentum) in zip(self._fragments, left["fragments"], strict=True):
                 fragment.outer, fragment.momentum = outer, momentum
         for fragment in self._fragments:
+            if left is None and source == self.context.rank:
+                fragment.begin()
+            elif left is None:
+                fragment.begin_anyhow()
             share(fragment.outer + fragment.momentum, source, self.context.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ class StepContext:
     """The engine's group: at least two ranks."""
     rails: RailGroups | None = None
     """Where exchanges go by rail, what that needs."""
+    takes_over: bool = False
+    """Whether `take_over` is called before anything else."""
 
     @property
     def rank(self) -> int:
