@@ -19,6 +19,7 @@ from baguarun.elastic.training.dealt import Account, settle
 from baguarun.elastic.training.positions import Standing, plan
 from baguarun.elastic.training.random_state import begin_stream
 from baguarun.elastic.training.sampler import ElasticSampler
+from baguarun.elastic.training.standby import Landing
 from baguarun.elastic.training.state import State
 
 
@@ -32,6 +33,8 @@ class CatchingUp:
         self._models = [
             value for value in self._captured.values() if isinstance(value, DistributedDataParallel)
         ]
+        self.landing = Landing()
+        """Where the first state that is received lies."""
         self.copies = CommittedCopies(self._captured)
         self.applied = AppliedSteps(
             [value for value in self._captured.values() if isinstance(value, torch.optim.Optimizer)],
@@ -126,7 +129,8 @@ class CatchingUp:
             }
             streaming.send(sent, part.send_to, device())
         if part.receive_from is not None:
-            received = streaming.receive(part.receive_from, device())
+            received = streaming.receive(part.receive_from, device(), self.landing)
+            self.landing = Landing()
             self._adopt(received, begins_anew=part.begins_anew)
             places, steps = received["places"], received["steps"]
             if part.is_applied and not part.rolls_back:

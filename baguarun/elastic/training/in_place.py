@@ -6,7 +6,7 @@ import functools
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from baguarun.comm.control import ControlChannel
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.world import enter_world
 from baguarun.contract import ControlMessage, Topic, WorkerEnv, World
-from baguarun.elastic.training import replicated, streaming
+from baguarun.elastic.training import replicated, standby, streaming
 from baguarun.elastic.training.catching_up import CatchingUp, device
 from baguarun.elastic.training.patience import Patience
 from baguarun.elastic.training.positions import Standing
@@ -71,6 +71,10 @@ class InPlaceRun:
     def is_newcomer(self) -> bool:
         """Whether this process was started to be taken in by others."""
         return self._env.generation == 0
+
+    def prepare(self, arguments: Iterable[object]) -> None:
+        """Do what can be done before a newcomer is taken in; `arguments` are the training function's."""
+        self._catching_up.landing = standby.prepare(self._captured, arguments)
 
     def train(self, train: Callable[[], R]) -> R:
         """What `train` returns, called again in each World. Raises what it raises for reasons of its own."""

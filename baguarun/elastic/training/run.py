@@ -16,7 +16,6 @@ from baguarun.contract import STACKS_SIGNAL
 from baguarun.elastic.training import replicated
 from baguarun.elastic.training.catching_up import device
 from baguarun.elastic.training.in_place import InPlaceRun, control_channel
-from baguarun.elastic.training.loaders import start_early
 from baguarun.elastic.training.state import State
 from baguarun.errors import UsageError
 
@@ -59,7 +58,7 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
                     in_place = InPlaceRun(state, channel, read_worker_env())
                     if in_place.is_newcomer:
-                        start_early([*args, *kwargs.values()])
+                        in_place.prepare([*args, *kwargs.values()])
                     _HAS_TRAINED_IN_PLACE.set()
                     return in_place.train(lambda: train(state, *args, **kwargs))
                 if dist.is_initialized() and dist.get_world_size() > 1:

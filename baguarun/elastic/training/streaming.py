@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baguarun.elastic.training.standby import Landing
 from baguarun.errors import UsageError
 
 _PACK_BYTES = 4 * 2**20
@@ -57,14 +58,16 @@ def send(value: Any, ranks: Sequence[int], device: torch.device) -> None:
         _wait(under_way.popleft()[1])
 
 
-def receive(rank: int, device: torch.device) -> Any:
-    """What that rank of the default group sends; its tensors are on `device`."""
+def receive(rank: int, device: torch.device, landing: Landing | None = None) -> Any:
+    """What that rank of the default group sends; its tensors are on `device`, and of `landing` where it has
+    any."""
+    landing = landing or Landing()
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(length, src=rank)
     structure = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
     dist.recv(structure, src=rank)
     skeleton, forms = _decode(structure.cpu().numpy().tobytes())
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms]
+    tensors = [landing.take(dtype, shape, device) for dtype, shape in forms]
     under_way: deque[tuple[torch.Tensor, list[torch.Tensor], list[dist.Work | None]]] = deque()
 
     def unpack() -> None:

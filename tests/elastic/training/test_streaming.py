@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from baguarun.elastic.training import streaming
+from baguarun.elastic.training.standby import Landing
 from tests.comm.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -29,6 +31,28 @@ def send_and_receive() -> None:
     received = streaming.receive(1, CPU)
     torch.testing.assert_close(received, sent, rtol=0, atol=0)
     assert isinstance(received["others"], tuple)
+
+
+def receive_in_memory_at_hand() -> None:
+    sent = {
+        "weight": torch.randn(400, 50, generator=torch.Generator().manual_seed(3)),
+        "more": [torch.ones(4)],
+    }
+    if dist.get_rank() == 1:
+        streaming.send(sent, [0], CPU)
+        return
+    weight = nn.Parameter(torch.empty(400, 50))
+    landing = Landing([weight])
+    received = streaming.receive(1, CPU, landing)
+    torch.testing.assert_close(received, sent, rtol=0, atol=0)
+    # One is taken, two are left.
+    left = [landing.take(torch.float32, (400, 50), CPU) for _ in range(2)]
+    places = {tensor.data_ptr() for tensor in [*left, received["weight"], weight]}
+    assert len(places) == 4 and all((tensor == 0).all() for tensor in left)
+
+
+def test_a_tree_comes_to_the_memory_that_is_there_for_it() -> None:
+    run_ranks(receive_in_memory_at_hand, 2)
 
 
 @pytest.mark.parametrize("backend", ["baguanet", "gloo"])
