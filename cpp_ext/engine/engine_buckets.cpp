@@ -97,7 +97,8 @@ void Engine::placeBuckets() {
           options);
       arenaUsed += (bucket.bytes + kBucketAlignBytes - 1) / kBucketAlignBytes * kBucketAlignBytes;
     } else {
-      bucket.flat = at::zeros({numElements}, options);
+      // Each number is a parameter's, which backward stores or sets to zero before it is sent.
+      bucket.flat = at::empty({numElements}, options);
     }
     size_t offset = 0;
     for (const size_t index : bucket.parameters) {

@@ -81,9 +81,9 @@ def averages_in_many_large_buckets(algorithm: str) -> None:
         for parameter in model.parameters():
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-2, atol=0)
     assert model.stats().buckets == count
-    # The gradients themselves, and buffers for a few of the buckets.
+    # The gradients themselves, whose memory nothing has touched before, and buffers for a few of the buckets.
     grown = (resident_bytes() - before) / model_bytes
-    assert grown < 1.3, grown
+    assert 1.0 < grown < 1.4, grown
 
 
 @pytest.mark.parametrize(
