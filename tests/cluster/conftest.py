@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Host, Lab
-from tests.lab.job import Etcd, Job, baguarun_command
+from tests.lab.job import REPOSITORY, Etcd, Job, baguarun_command
 from tests.lab.steps import STEP_WORKER, Step
 
 START_S = 60.0
@@ -66,6 +67,15 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         for job in made.jobs:
             # Shown by pytest when the test failed.
             print(job.logs())
+
+
+def ask(cluster: Cluster, *words: str) -> str:
+    """What a command says on the store's host."""
+    command = [*baguarun_command(), *words, "--store", cluster.etcd.url]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = cluster.lab.hosts[3].run(command, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def steps_go_on(job: Job, for_s: float) -> list[Step]:

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import START_S, Cluster
+from tests.cluster.conftest import START_S, Cluster, ask
 from tests.lab import Host
-from tests.lab.job import REPOSITORY, Job, baguarun_command
+from tests.lab.job import Job
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-def ask(cluster: Cluster, *words: str) -> str:
-    """What a command says on the store's host."""
-    command = [*baguarun_command(), *words, "--store", cluster.etcd.url]
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = cluster.lab.hosts[3].run(command, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def states(cluster: Cluster) -> dict[str, str]:

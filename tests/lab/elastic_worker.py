@@ -67,7 +67,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", help="folder; none are written without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--digests", action="store_true", help="of weights and optimizer state, in each line")
-    parser.add_argument("--pace-s", type=float, default=0.0, help="sleep in every step")
+    pace_s = float(os.environ.get("PACE_S", "0"))
+    parser.add_argument("--pace-s", type=float, default=pace_s, help="sleep in every step (default: $PACE_S)")
     return parser.parse_args()
 
 

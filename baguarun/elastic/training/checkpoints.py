@@ -148,15 +148,15 @@ class CheckpointFolder:
             return None
         shared = _send_from(reader, shared)
         assert shared is not None
+        lacking = ""
         if any(part is None for part in _gather(None if own is None else True)):
             own = None
-            if rank == 0:
-                print(
-                    f"baguarun: going on from {name} without what was each worker's own (error feedback, "
-                    "random numbers): the number of workers has changed, or not all of them see the folder",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            lacking = (
+                " without what was each worker's own (error feedback, random numbers): the number of workers "
+                "has changed, or not all of them see the folder"
+            )
+        if rank == 0:
+            print(f"baguarun: going on from {name}{lacking}", file=sys.stderr, flush=True)
         return Snapshot(own=own, **shared)
 
     def _own_part(self, path: Path | None, rank: int) -> Any:

@@ -1,0 +1,64 @@
+"""A real training script, resized in place: what happens when nobody is left, and to whom is slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import START_S, Cluster, ask
+from tests.lab.steps import ELASTIC_WORKER
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
+
+CHECKPOINT_EVERY = 50
+"""Steps, of `elastic_worker.py`."""
+SCRIPT = [str(ELASTIC_WORKER), "--width", "64", "--loader-workers", "0", "--digests"]
+IN_PLACE = ["--elastic", "in-place"]
+
+
+def test_the_newest_checkpoint_is_gone_on_with_when_all_workers_are_lost_at_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = [*SCRIPT, "--pace-s", "0.05", "--checkpoints", str(tmp_path / "checkpoints")]
+    with cluster.job("3", options=IN_PLACE, script=script) as job:
+        job.start(*cluster.nodes)
+        job.wait_for_world(3, START_S, settled=2 * CHECKPOINT_EVERY + 20)
+        victims = {job.worker(host).pid for host in cluster.nodes}
+        assert len(victims) == 3
+        killed_at = time.time()
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for_world(3, START_S, since=killed_at + 1.0, settled=3 * CHECKPOINT_EVERY)
+        steps = [step for step in job.steps.all() if step.step > 0]
+        first_life = [step for step in steps if step.pid in victims]
+        second_life = [step for step in steps if step.pid not in victims]
+        last = max(step.step for step in first_life)
+        assert min(step.step for step in second_life) == last // CHECKPOINT_EVERY * CHECKPOINT_EVERY + 1
+        # What is done again has the bits that it had.
+        weights = {step.step: step.weights for step in first_life}
+        again = [step for step in second_life if step.step <= last]
+        assert again and all(step.weights == weights[step.step] for step in again)
+        checkpoint = f"going on from step-{last // CHECKPOINT_EVERY * CHECKPOINT_EVERY:012}\n"
+        assert any(checkpoint in job.output(host) for host in cluster.nodes)
+
+
+def test_a_worker_that_is_slower_than_the_others_is_named(cluster: Cluster) -> None:
+    slow = cluster.nodes[2]
+    with cluster.job("3", options=IN_PLACE, script=SCRIPT) as job:
+        for host in cluster.nodes:
+            job.start(host, env={"PACE_S": "0.2" if host is slow else "0.05"})
+        job.wait_for_world(3, START_S)
+        rank = job.worker(slow).rank
+        first = next(host for host in cluster.nodes if job.worker(host).rank == 0)
+        give_up_at = time.monotonic() + START_S
+        while "is a straggler" not in job.output(first):
+            assert time.monotonic() < give_up_at, job.logs()
+            time.sleep(0.2)
+        said = [line for line in job.output(first).splitlines() if "is a straggler" in line]
+        assert len(said) == 1 and f"rank {rank} is a straggler: busy for 0.2" in said[0]
+        paces = [line.split() for line in ask(cluster, "status", "job").splitlines() if "0." in line]
+        assert [words[0] for words in paces if words[-1] == "straggler"] == [str(rank)]
