@@ -102,9 +102,15 @@ def digest(declaration: Declaration) -> int:
 
 
 def require_replicas(captured: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for models whose parts lie on different workers, which nobody could replace, and for
-    those that could not follow into another World."""
+    """Raise `UsageError` for models and optimizers whose parts lie on different workers, which nobody could
+    replace, and for models that could not follow into another World."""
     for name, value in captured.items():
+        if type(value).__name__ == "ZeroRedundancyOptimizer":
+            raise UsageError(
+                f"State: '{name}' has its state spread over workers (ZeroRedundancyOptimizer); a lost "
+                "worker's part could not be had back. Want the optimizer itself, or `--elastic restart` with "
+                "checkpoints"
+            )
         if isinstance(value, nn.Module):
             if "_baguarun_session" in vars(value):
                 raise UsageError(

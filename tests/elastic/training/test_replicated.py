@@ -1,4 +1,4 @@
-"""Which models can be resized in place."""
+"""Which models and optimizers can be resized in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import baguarun
@@ -75,6 +76,21 @@ def test_a_model_that_is_spread_over_workers_is_refused_by_name(
     for said in run_ranks(refusal_of, 2, make):
         assert said.startswith(f"State: 'net' has {spread} spread over workers (DTensor, FSDP)")
         assert said.endswith("Want `--elastic restart` with checkpoints")
+
+
+def spread_an_optimizer() -> str:
+    model = nn.Linear(2, 2)
+    spread = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    with pytest.raises(UsageError) as refusal:
+        replicated.require_replicas({"net": model, "optimizer": spread})
+    return str(refusal.value)
+
+
+def test_an_optimizer_that_is_spread_over_workers_is_refused_by_name() -> None:
+    for said in run_ranks(spread_an_optimizer, 2):
+        assert said.startswith(
+            "State: 'optimizer' has its state spread over workers (ZeroRedundancyOptimizer)"
+        )
 
 
 def leave_an_optimizer_out() -> str:
