@@ -1,8 +1,9 @@
-"""A real training script, resized in place: what happens when nobody is left, and to whom is slow."""
+"""A real training script, resized in place: nobody is left, and one is slow."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -16,14 +17,14 @@ pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
 
 CHECKPOINT_EVERY = 50
 """Steps, of `elastic_worker.py`."""
-SCRIPT = [str(ELASTIC_WORKER), "--width", "64", "--loader-workers", "0", "--digests"]
+SCRIPT = [str(ELASTIC_WORKER), "--width", "64", "--loader-workers", "0"]
 IN_PLACE = ["--elastic", "in-place"]
 
 
 def test_the_newest_checkpoint_is_gone_on_with_when_all_workers_are_lost_at_once(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    script = [*SCRIPT, "--pace-s", "0.05", "--checkpoints", str(tmp_path / "checkpoints")]
+    script = [*SCRIPT, "--digests", "--pace-s", "0.05", "--checkpoints", str(tmp_path / "checkpoints")]
     with cluster.job("3", options=IN_PLACE, script=script) as job:
         job.start(*cluster.nodes)
         job.wait_for_world(3, START_S, settled=2 * CHECKPOINT_EVERY + 20)
@@ -37,13 +38,15 @@ def test_the_newest_checkpoint_is_gone_on_with_when_all_workers_are_lost_at_once
         first_life = [step for step in steps if step.pid in victims]
         second_life = [step for step in steps if step.pid not in victims]
         last = max(step.step for step in first_life)
-        assert min(step.step for step in second_life) == last // CHECKPOINT_EVERY * CHECKPOINT_EVERY + 1
+        said = "".join(job.output(host) for host in cluster.nodes)
+        [checkpoint] = map(int, re.findall(r"baguarun: going on from step-(\d+)\n", said))
+        # The newest may not have been whole yet.
+        assert last - 2 * CHECKPOINT_EVERY < checkpoint <= last and checkpoint % CHECKPOINT_EVERY == 0
+        assert min(step.step for step in second_life) == checkpoint + 1
         # What is done again has the bits that it had.
         weights = {step.step: step.weights for step in first_life}
         again = [step for step in second_life if step.step <= last]
         assert again and all(step.weights == weights[step.step] for step in again)
-        checkpoint = f"going on from step-{last // CHECKPOINT_EVERY * CHECKPOINT_EVERY:012}\n"
-        assert any(checkpoint in job.output(host) for host in cluster.nodes)
 
 
 def test_a_worker_that_is_slower_than_the_others_is_named(cluster: Cluster) -> None:
@@ -59,6 +62,7 @@ def test_a_worker_that_is_slower_than_the_others_is_named(cluster: Cluster) -> N
             assert time.monotonic() < give_up_at, job.logs()
             time.sleep(0.2)
         said = [line for line in job.output(first).splitlines() if "is a straggler" in line]
-        assert len(said) == 1 and f"rank {rank} is a straggler: busy for 0.2" in said[0]
+        [busy_s] = re.findall(rf"rank {rank} is a straggler: busy for ([\d.]+) s", said[0])
+        assert len(said) == 1 and float(busy_s) >= 0.2
         paces = [line.split() for line in ask(cluster, "status", "job").splitlines() if "0." in line]
         assert [words[0] for words in paces if words[-1] == "straggler"] == [str(rank)]

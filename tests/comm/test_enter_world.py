@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from baguarun.comm.algorithms import Algorithm, PowerSGD, QAdam, QAdamOptimizer, Sparse
+from baguarun.comm.algorithms import Algorithm, DiLoCo, PowerSGD, QAdam, QAdamOptimizer, Sparse
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.world import enter_world
 from baguarun.errors import CommunicationError
@@ -247,6 +247,25 @@ def test_what_sums_owe_is_given_up_with_a_warning_when_the_world_changes(tmp_pat
     for messages in run_ranks(give_up_what_sums_owe, 2, str(tmp_path)):
         assert len(messages) == 1
         assert "the World has changed, and what this rank's sums still owed is given up" in messages[0]
+
+
+def keep_outer_weights(folder: str) -> None:
+    meeting, trainee, rank = Meeting(folder), Trainee(DiLoCo(local_steps=2)), dist.get_rank()
+    for _ in range(3):
+        trainee.step()
+    [before] = trainee.model._session.stepper._fragments  # type: ignore[union-attr]
+    kept = [tensor.clone() for tensor in before.outer + before.momentum]
+    meeting.enter_together(2, rank, 2)
+    trainee.model.enter_world()
+    [after] = trainee.model._session.stepper._fragments  # type: ignore[union-attr]
+    for now, then, value in zip(
+        after.outer + after.momentum, before.outer + before.momentum, kept, strict=True
+    ):
+        assert now is then and torch.equal(now, value)
+
+
+def test_outer_weights_stay_where_they_are(tmp_path: Path) -> None:
+    run_ranks(keep_outer_weights, 2, str(tmp_path))
 
 
 def shrink_and_grow(folder: str, algorithm: str) -> None:

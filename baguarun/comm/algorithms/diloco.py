@@ -99,12 +99,12 @@ class _Fragment:
         self.pending: Pending | CodedReduction | list[torch.Tensor] | None = None
 
     def begin(self) -> None:
-        """With the weights as they are, at rest."""
+        """Outer weights are those of now, without momentum."""
         self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
         self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
 
-    def begin_anyhow(self) -> None:
-        """With numbers that are overwritten next."""
+    def make_room(self) -> None:
+        """For outer weights and momentum of another rank."""
         self.outer = [torch.empty_like(tensor, dtype=_outer_dtype(tensor.dtype)) for tensor in self.local]
         self.momentum = [torch.empty_like(tensor) for tensor in self.outer]
 
@@ -205,7 +205,7 @@ class OuterStepper(Stepper):
             if left is None and source == self.context.rank:
                 fragment.begin()
             elif left is None:
-                fragment.begin_anyhow()
+                fragment.make_room()
             share(fragment.outer + fragment.momentum, source, self.context.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -64,7 +64,8 @@ class AppliedSteps:
         """A commit comes next. Raises `CommunicationError` where no optimizer has stepped, since a GradScaler
         found infinities, and gradients may be those of an exchange that broke: nobody has looked yet.
 
-        On CPU backward has, by waiting: what it found stands, whatever has been heard since.
+        On CPU backward has, by waiting: what it found stands, whatever has been heard since. For a GPU the
+        host waits here; if `State` holds no optimizer it does so in every step.
         """
         if not any(self._taken):
             for model in self._models:

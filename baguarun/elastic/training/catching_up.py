@@ -19,8 +19,8 @@ from baguarun.elastic.training.dealt import Account, settle
 from baguarun.elastic.training.positions import Standing, plan
 from baguarun.elastic.training.random_state import begin_stream
 from baguarun.elastic.training.sampler import ElasticSampler
-from baguarun.elastic.training.standby import Landing
 from baguarun.elastic.training.state import State
+from baguarun.elastic.training.streaming import Landing
 
 
 class CatchingUp:
@@ -34,7 +34,7 @@ class CatchingUp:
             value for value in self._captured.values() if isinstance(value, DistributedDataParallel)
         ]
         self.landing = Landing()
-        """Where the first state that is received lies."""
+        """Room for what the next World sends."""
         self.copies = CommittedCopies(self._captured)
         self.applied = AppliedSteps(
             [value for value in self._captured.values() if isinstance(value, torch.optim.Optimizer)],
@@ -85,6 +85,8 @@ class CatchingUp:
         """Make replicas that differ their average, at a commit that all have come to: who goes after that
         takes nothing along. Collective over the default group."""
         replicated.average(self._captured)
+        # What no optimizer trains would be put back to what it was at the commit.
+        self.copies.commit(self._captured)
         self._shared_to = self._places()
 
     def _places(self) -> list[tuple[int, int]]:
@@ -104,9 +106,10 @@ class CatchingUp:
     def go_on(self, standings: Sequence[Standing], generation: int) -> None:
         """Collective over the new default group."""
         self._generation = generation
+        landing, self.landing = self.landing, Landing()
         part = plan(standings, replicas_differ=self.replicas_differ)[dist.get_rank()]
         if part.loads_checkpoint:
-            self._begin_together()
+            self._begin_together(landing)
             return
         state = self._state
         places, steps = state._committed_places, state._steps
@@ -129,8 +132,7 @@ class CatchingUp:
             }
             streaming.send(sent, part.send_to, device())
         if part.receive_from is not None:
-            received = streaming.receive(part.receive_from, device(), self.landing)
-            self.landing = Landing()
+            received = streaming.receive(part.receive_from, device(), landing)
             self._adopt(received, begins_anew=part.begins_anew)
             places, steps = received["places"], received["steps"]
             if part.is_applied and not part.rolls_back:
@@ -157,7 +159,7 @@ class CatchingUp:
         self.applied.begin()
         self.applied.redo(received["applied"])
 
-    def _begin_together(self) -> None:
+    def _begin_together(self, landing: Landing) -> None:
         """All copies of the state are lost, or there was none yet."""
         state, world_size = self._state, dist.get_world_size()
         if state._folder is not None and state.load():
@@ -167,7 +169,8 @@ class CatchingUp:
         if dist.get_rank() == 0:
             streaming.send(replicated.collect(self._captured), range(1, world_size), device())
         else:
-            replicated.adopt(self._captured, streaming.receive(0, device()), buffers=True)
+            received = streaming.receive(0, device(), landing)
+            replicated.adopt(self._captured, received, buffers=True)
             self._begin_stream()
         self.applied.begin()
         state._first_world_size = world_size

@@ -105,11 +105,11 @@ def require_replicas(captured: Mapping[str, Any]) -> None:
     """Raise `UsageError` for models and optimizers whose parts lie on different workers, which nobody could
     replace, and for models that could not follow into another World."""
     for name, value in captured.items():
-        if type(value).__name__ == "ZeroRedundancyOptimizer":
+        if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(value).__mro__):
             raise UsageError(
                 f"State: '{name}' has its state spread over workers (ZeroRedundancyOptimizer); a lost "
-                "worker's part could not be had back. Want the optimizer itself, or `--elastic restart` with "
-                "checkpoints"
+                "worker's part could not be had back. Want the optimizer that it wraps, or "
+                "`--elastic restart` with checkpoints"
             )
         if isinstance(value, nn.Module):
             if "_baguarun_session" in vars(value):
@@ -151,18 +151,19 @@ def _first_sharded(model: nn.Module) -> str | None:
 
 
 def average(captured: Mapping[str, Any]) -> None:
-    """Make weights that differ from rank to rank the average of all. Collective over the default group."""
-    differing, everybody = _differing(captured), dist.get_world_size()
+    """Make trained weights that differ from rank to rank the average of all. Collective over the default
+    group."""
+    differing = _differing(captured)
     # All are there before the first is changed: a loss meanwhile leaves each rank what it had.
-    _set(differing, [total / everybody for total in _totals(differing)])
+    _set(differing, _averages(differing, dist.get_world_size()))
 
 
 def average_newcomers(captured: Mapping[str, Any], *, newcomer: bool, survivors: int) -> None:
-    """Make newcomers' weights the survivors' average. Collective over the default group."""
+    """Make newcomers' trained weights the survivors' average. Collective over the default group."""
     differing = _differing(captured)
-    totals = _totals([torch.zeros_like(each) for each in differing] if newcomer else differing)
+    averages = _averages(differing, survivors, contributes=not newcomer)
     if newcomer:
-        _set(differing, [total / survivors for total in totals])
+        _set(differing, averages)
 
 
 def _differing(captured: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -171,21 +172,28 @@ def _differing(captured: Mapping[str, Any]) -> list[torch.Tensor]:
         for value in captured.values()
         if isinstance(value, DistributedDataParallel) and value.algorithm.exchanges_weights
         for parameter in value.module.parameters()
+        if parameter.requires_grad
     ]
 
 
-def _totals(mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sums over all ranks, in fp32 at least: one all-reduce for all tensors of a dtype and a device."""
+def _averages(mine: Sequence[torch.Tensor], among: int, *, contributes: bool = True) -> list[torch.Tensor]:
+    """Over `among` ranks that contribute, in fp32 at least: one all-reduce for all tensors of a dtype and a
+    device."""
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, each in enumerate(mine):
         wide = torch.promote_types(each.dtype, torch.float32)
         alike.setdefault((wide, each.device), []).append(place)
     found: dict[int, torch.Tensor] = {}
-    for (wide, _), places in alike.items():
-        flat = torch.cat([mine[place].reshape(-1).to(wide) for place in places])
+    for (wide, where), places in alike.items():
+        sizes = [mine[place].numel() for place in places]
+        if contributes:
+            flat = torch.cat([mine[place].reshape(-1).to(wide) for place in places])
+        else:
+            flat = torch.zeros(sum(sizes), dtype=wide, device=where)
         dist.all_reduce(flat)
-        parts = torch.split(flat, [mine[place].numel() for place in places])
-        found |= {place: part.view_as(mine[place]) for place, part in zip(places, parts, strict=True)}
+        flat.div_(among)
+        for place, part in zip(places, torch.split(flat, sizes), strict=True):
+            found[place] = part.view_as(mine[place])
     return [found[place] for place in range(len(mine))]
 
 

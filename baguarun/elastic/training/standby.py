@@ -11,31 +11,7 @@ from torch.utils.data import DataLoader
 
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.elastic.training.sampler import ElasticSampler
-
-_COPIES = 3
-"""Of each trained tensor in the state to come: itself and, of most optimizers, two estimates."""
-
-
-class Landing:
-    """Memory on the CPU for a state that will be sent, by dtype and shape, all of it written to already.
-
-    To be given fresh pages can take longer than to receive what they are for.
-
-    Threads: one.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
-        """Room for the state of an optimizer of `parameters`, and for them."""
-        self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if parameter.is_cpu:
-                room = [torch.zeros(parameter.shape, dtype=parameter.dtype) for _ in range(_COPIES)]
-                self._free.setdefault((parameter.dtype, tuple(parameter.shape)), []).extend(room)
-
-    def take(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """A tensor of any content that nobody else is given."""
-        free = self._free.get((dtype, shape)) if device.type == "cpu" else None
-        return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
+from baguarun.elastic.training.streaming import Landing
 
 
 def prepare(captured: Mapping[str, Any], arguments: Iterable[object]) -> Landing:
@@ -72,9 +48,14 @@ def _own_pages(models: Iterable[nn.Module]) -> None:
     with torch.no_grad():
         for model in models:
             for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.is_cpu and tensor.is_contiguous():
+                if tensor.is_cpu and _is_dense(tensor):
                     tensor.copy_(tensor.clone())
 
 
 def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """False where numbers lie upon each other, as in expanded buffers, which cannot be written."""
+    return tensor.layout is torch.strided and torch.empty_like(tensor).stride() == tensor.stride()

@@ -126,17 +126,17 @@ class State:
     def commit(self) -> None:
         """The step is done on this rank: its samples are behind us. Collective where a checkpoint is due."""
         self._check()
-        opened = self._open
-        if opened is not None:
-            _, _, step = opened
+        is_in_steps = self._open is not None
+        if self._open is not None:
+            _, _, step = self._open
             if not step.is_done and len(step) > 0:
                 raise UsageError(
                     "State.commit: not all micro-batches of the step were used; want a loop over all of them"
                 )
         if self._watcher is not None:
             self._watcher.before_commit()
-        if opened is not None:
-            sampler, deal, _ = opened
+        if self._open is not None:
+            sampler, deal, _ = self._open
             sampler.cursor = deal.end
             self._open = None
         self._steps += 1
@@ -147,7 +147,7 @@ class State:
             self._write_if_due()
         else:
             # What the script has left to do in this round of its loop is done first: `steps` asks again.
-            self._watcher.at_boundary(self._write_if_due, may_wait=opened is not None)
+            self._watcher.at_boundary(self._write_if_due, may_wait=is_in_steps)
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is there. Collective; raises what went wrong."""

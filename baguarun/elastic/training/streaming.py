@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from baguarun.elastic.training.standby import Landing
 from baguarun.errors import UsageError
 
 _PACK_BYTES = 4 * 2**20
@@ -22,8 +21,32 @@ _PACK_BYTES = 4 * 2**20
 _AHEAD = 2
 """Messages that are begun before the first of them has ended, so that the wire is never idle."""
 _SLOT = "baguarun.tensor"
+_COPIES = 3
+"""Of each trained tensor in the state to come: itself and, of most optimizers, two estimates."""
 
 Form = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Landing:
+    """Memory on the CPU for a state that will be sent, by dtype and shape, all of it written to already.
+
+    To be given fresh pages can take longer than to receive what they are for.
+
+    Threads: one.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        """Room for the state of an optimizer of `parameters`, and for them."""
+        self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if parameter.is_cpu:
+                room = [torch.zeros(parameter.shape, dtype=parameter.dtype) for _ in range(_COPIES)]
+                self._free.setdefault((parameter.dtype, tuple(parameter.shape)), []).extend(room)
+
+    def take(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """A tensor of any content that nobody else is given."""
+        free = self._free.get((dtype, shape)) if device.type == "cpu" else None
+        return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
 
 def require_sendable(name: str, value: Any) -> None:

@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from baguarun.elastic.training.standby import Landing, prepare
+import baguarun
+from baguarun.comm.algorithms import LocalSGD
+from baguarun.elastic import ElasticSampler
+from baguarun.elastic.training.standby import prepare
+from baguarun.elastic.training.streaming import Landing
 
 CPU = torch.device("cpu")
 
 
 def test_memory_is_given_once_and_only_for_its_own_dtype_and_shape() -> None:
     landing = Landing([torch.empty(2, 3), torch.empty(5, dtype=torch.bfloat16)])
-    taken = [landing.take(torch.float32, (2, 3), CPU) for _ in range(5)]
-    assert len({tensor.data_ptr() for tensor in taken}) == 5
-    # What it had is written to already.
-    assert sum(bool((tensor == 0).all()) for tensor in taken) >= 3
-    for dtype, shape in ((torch.float64, (2, 3)), (torch.float32, (3, 2)), (torch.bfloat16, (5,))):
+    room = {tensor.data_ptr() for free in landing._free.values() for tensor in free}
+    assert len(room) == 6
+    taken = [landing.take(torch.float32, (2, 3), CPU) for _ in range(3)]
+    assert len({tensor.data_ptr() for tensor in taken} & room) == 3
+    for dtype, shape in ((torch.float32, (2, 3)), (torch.float64, (2, 3)), (torch.bfloat16, (5, 1))):
         found = landing.take(dtype, shape, CPU)
         assert (found.dtype, tuple(found.shape), found.device) == (dtype, shape, CPU)
-    assert landing.take(torch.float32, (2, 3), torch.device("meta")).is_meta
+        assert found.data_ptr() not in room
+    assert landing.take(torch.bfloat16, (5,), torch.device("meta")).is_meta
+    assert landing.take(torch.bfloat16, (5,), CPU).data_ptr() in room
 
 
-def test_preparing_leaves_every_bit_as_it_was() -> None:
+def odd_model() -> nn.Sequential:
+    """Weights in channels_last, one that is not a number, a frozen one, a buffer of numbers in one place."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Conv2d(3, 8, 3))
-    model.to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     model.register_buffer("same", torch.ones(1).expand(4))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    baguarun.init_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_preparing_leaves_every_bit_as_it_was() -> None:
+    net = odd_model()
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    model = baguarun.DistributedDataParallel(net, optimizers=[optimizer], algorithm=LocalSGD(local_steps=2))
+    data = torch.arange(8)
+    loader = DataLoader(data, batch_sampler=ElasticSampler(data, 2), num_workers=1, persistent_workers=True)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    strides = {name: tensor.stride() for name, tensor in net.state_dict().items()}
     random_state = torch.get_rng_state()
-    prepare({"model": model, "epoch": 3}, [1, "argument"])
+    landing = prepare({"model": model, "epoch": 3}, [1, "argument", loader])
     assert torch.equal(torch.get_rng_state(), random_state)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in net.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
         assert tensor.stride() == strides[name]
-        assert not tensor.requires_grad
+    now = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    assert all(one is other and one.is_leaf for one, other in zip(now, trained, strict=True))
+    # Where an algorithm that exchanges weights wants them.
+    assert len({parameter.untyped_storage().data_ptr() for parameter in trained}) == 1
+    room = [tuple(tensor.shape) for free in landing._free.values() for tensor in free]
+    assert sorted(room) == sorted(3 * [tuple(parameter.shape) for parameter in trained])
+    assert [process.is_alive() for process in loader._iterator._workers] == [True]

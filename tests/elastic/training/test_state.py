@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import baguarun
 from baguarun.elastic import Checkpoints, ElasticSampler, State
-from baguarun.errors import UsageError
+from baguarun.errors import CommunicationError, UsageError
 from tests.elastic.training.programs import (
     SAMPLES,
     Interrupted,
@@ -50,6 +50,30 @@ def test_a_job_that_has_ended_trains_no_more(tmp_path):
     again = make_state(tmp_path)
     train(again, make_loader(), 1)
     assert again.committed_steps == first.committed_steps == 16
+
+
+class Refusing:
+    """Who is told of commits, and does not let them be."""
+
+    def before_commit(self):
+        raise CommunicationError("broken")
+
+    def check(self):
+        pass
+
+
+def test_a_step_that_is_not_let_be_committed_is_still_open_and_not_counted():
+    state, loader = make_state(None), make_loader()
+    steps = state.steps(loader)
+    for _ in next(steps):
+        pass
+    state._watcher = Refusing()
+    with pytest.raises(CommunicationError, match="broken"):
+        state.commit()
+    [sampler] = state._samplers
+    assert (state.committed_steps, sampler.cursor) == (0, 0)
+    with pytest.raises(UsageError, match="the step before was not committed"):
+        next(steps)
 
 
 def test_values_are_attributes_and_may_be_assigned():

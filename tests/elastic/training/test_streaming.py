@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from baguarun.elastic.training import streaming
-from baguarun.elastic.training.standby import Landing
 from tests.comm.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -33,22 +31,24 @@ def send_and_receive() -> None:
     assert isinstance(received["others"], tuple)
 
 
+def places_of(landing: streaming.Landing) -> list[int]:
+    return [tensor.data_ptr() for free in landing._free.values() for tensor in free]
+
+
 def receive_in_memory_at_hand() -> None:
-    sent = {
-        "weight": torch.randn(400, 50, generator=torch.Generator().manual_seed(3)),
-        "more": [torch.ones(4)],
-    }
+    # One is larger than what is packed together.
+    weight = torch.randn(1200, 1000, generator=torch.Generator().manual_seed(3))
+    sent = {"weight": weight, "more": [torch.ones(4)], "bias": torch.ones(7)}
     if dist.get_rank() == 1:
         streaming.send(sent, [0], CPU)
         return
-    weight = nn.Parameter(torch.empty(400, 50))
-    landing = Landing([weight])
+    landing = streaming.Landing([torch.empty(1200, 1000), torch.empty(7), torch.empty(4).double()])
+    room = places_of(landing)
     received = streaming.receive(1, CPU, landing)
     torch.testing.assert_close(received, sent, rtol=0, atol=0)
-    # One is taken, two are left.
-    left = [landing.take(torch.float32, (400, 50), CPU) for _ in range(2)]
-    places = {tensor.data_ptr() for tensor in [*left, received["weight"], weight]}
-    assert len(places) == 4 and all((tensor == 0).all() for tensor in left)
+    taken = {received["weight"].data_ptr(), received["bias"].data_ptr()}
+    assert set(room) - set(places_of(landing)) == taken
+    assert len(places_of(landing)) == 7 and received["more"][0].data_ptr() not in room
 
 
 def test_a_tree_comes_to_the_memory_that_is_there_for_it() -> None:
