@@ -124,8 +124,11 @@ def test_a_loss_ends_with_the_bits_of_a_polite_leave_at_the_highest_step(
 def test_what_stands_behind_a_commit_is_done_though_the_world_breaks_in_it(
     tmp_path: Path, point: str, step: int
 ) -> None:
-    lost = At(local_rank=1, point=point, step=step)
-    story = train(Script(folder=tmp_path / "job", happenings=[lost], checkpoints=tmp_path / "kept"), 3)
+    # It dies when the others have applied the step: who has not is sent it, and does not come to that commit.
+    held = [At(local_rank=1, point=point, step=step, action="hold")]
+    held += [At(local_rank=rank, point="stepped", step=step - 1, action="hold") for rank in (0, 2)]
+    script = Script(folder=tmp_path / "job", happenings=held, checkpoints=tmp_path / "kept")
+    story = train(script, 3, kill_when_held(1, 3))
     for log in story.logs.values():
         committed = [entry["step"] for entry in log if entry["what"] == "committed"]
         want = log[-1]["steps"] if log[-1]["what"] == "end" else step - 1
