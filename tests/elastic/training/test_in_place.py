@@ -356,11 +356,10 @@ def test_what_error_feedback_owes_is_that_of_the_last_commit(
 
 
 def test_what_a_script_does_after_a_commit_is_done_though_the_world_has_broken(tmp_path: Path) -> None:
-    lost = At(local_rank=1, point="stepped", step=3)
     # They have applied the step when they hear of the loss, and have a question under way in that commit.
-    held = [At(local_rank=rank, point="stepped", step=3, action="hold") for rank in (0, 2)]
+    held = [At(local_rank=rank, point="stepped", step=3, action="hold") for rank in range(3)]
     broken = [At(local_rank=rank, point="answers", step=4, action="break", generation=1) for rank in (0, 2)]
-    story = train(Script(folder=tmp_path / "job", happenings=[lost, *held, *broken]), 3)
+    story = train(Script(folder=tmp_path / "job", happenings=[*held, *broken]), 3, kill_when_held(1, 3))
     survivors = [log for log in story.logs.values() if log[-1]["what"] == "end"]
     assert len(survivors) == 2
     for log in survivors:
