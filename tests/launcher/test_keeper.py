@@ -302,11 +302,14 @@ def start_agent(processes, *args: str) -> tuple[subprocess.Popen[str], int, int]
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, TREE, *args], env=processes.env, stdout=subprocess.PIPE, text=True
     )
+    assert agent.stdout is not None
+    # The agent's line, and "ready" of each tree: until then a daemon's short-lived parent is counted too.
+    lines = sorted(agent.stdout.readline() for _ in range(3))
+    assert lines[1:] == ["ready\n", "ready\n"]
     # Agent, keeper, "etcd" and two workers' trees.
     processes.wait_until(3 + 2 * TREE_SIZE)
-    assert agent.stdout is not None
-    words = next(line for line in agent.stdout if line.startswith("keeper")).split()
-    return agent, int(words[1]), int(words[2])
+    _, keeper_pid, etcd_pid = lines[0].split()
+    return agent, int(keeper_pid), int(etcd_pid)
 
 
 def test_nothing_survives_kill_9_of_the_agent(processes):
