@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from baguarun.comm import timeline
 from baguarun.comm.algorithms.stepper import Stepper
-from baguarun.errors import UsageError
+from baguarun.errors import CommunicationError, UsageError
 
 
 class StepBoundary:
@@ -21,7 +22,11 @@ class StepBoundary:
     """
 
     def __init__(self, stepper: Stepper, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.holds_errors = False
+        """Whether an exchange that breaks behind an optimizer's step is left to `require_ended`: the step has
+        been taken, and what the script does for it is to be done, too."""
         self._stepper = stepper
+        self._held: Exception | None = None
         self._waiting_for = {id(optimizer) for optimizer in optimizers}
         self._stepped: set[int] = set()
         self._stepping = False
@@ -32,6 +37,7 @@ class StepBoundary:
 
     def before_forward(self) -> None:
         """Before every forward, evaluation too: end a step that was left out."""
+        self.require_ended()
         if self._stepping and torch.is_grad_enabled():
             raise UsageError(
                 "forward ran inside of optimizer.step(closure); algorithms that exchange weights need "
@@ -39,6 +45,12 @@ class StepBoundary:
             )
         if self._trained and not self._stepping:
             self._end()
+
+    def require_ended(self) -> None:
+        """Raise, once, what broke the exchange at the end of the last step if that was held."""
+        held, self._held = self._held, None
+        if held is not None:
+            raise held
 
     def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
         """After a forward outside of no_sync: see whether a backward follows."""
@@ -77,7 +89,13 @@ class StepBoundary:
         self._stepping = False
         self._stepped.add(optimizer)
         if self._stepped == self._waiting_for:
-            self._end()
+            try:
+                self._end()
+            except (CommunicationError, dist.DistError) as error:
+                if not self.holds_errors:
+                    raise
+                # Without its frames, which hold this object.
+                self._held = error.with_traceback(None)
 
     def _end(self) -> None:
         if not self._prepared:

@@ -128,6 +128,19 @@ class DistributedDataParallel(nn.Module):
         """
         self._session.require_complete()
 
+    def require_ended(self) -> None:
+        """After `optimizer.step()`: the exchange of weights that comes behind it has not broken.
+
+        Raises `CommunicationError` if it has, once; the step itself has been taken. With `keep_committed`
+        `step()` leaves that to this method, or to the next forward.
+        """
+        self._session.require_ended()
+
+    def shared_steps(self) -> tuple[int, int]:
+        """Of an algorithm that exchanges weights: steps so far, as all ranks count them, and how many of them
+        are in the weights that ranks have of each other: what a lost rank did in them is not lost."""
+        return self._session.shared_steps()
+
     def keep_committed(self, keep: bool = True) -> None:
         """Between steps: keep from now on what `roll_back` needs, a copy of what error feedback owes, if
         anything. Costs nothing where the algorithm has no error feedback."""

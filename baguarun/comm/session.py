@@ -198,9 +198,20 @@ class DataParallelSession:
         if (reason := load_extension().interruption()) is not None:
             raise CommunicationError(f"the World is given up: {reason}")
 
+    def require_ended(self) -> None:
+        """After an optimizer's step: raise what broke the exchange behind it, if that was held."""
+        if self._boundary is not None:
+            self._boundary.require_ended()
+
+    def shared_steps(self) -> tuple[int, int]:
+        """Of an algorithm that exchanges weights: steps so far, and how many of them others have, too."""
+        return (0, 0) if self._stepper is None else (self._stepper.steps, self._stepper.shared_steps)
+
     def keep_committed(self, keep: bool) -> None:
         """Between steps: whether `roll_back` is to be possible."""
         self._keeps_committed = keep
+        if self._boundary is not None:
+            self._boundary.holds_errors = keep
         if self._engine is not None:
             self._engine.keep_committed(keep)
         elif self._legacy is not None:

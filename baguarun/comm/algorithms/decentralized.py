@@ -138,6 +138,7 @@ class _Mixer(Stepper):
             averages = self._pending.wait()
         torch._foreach_copy_(self.context.weights.buffers, averages)
         self._pending = None
+        self.shared_steps = self.steps
 
     def after_step(self) -> None:
         self.steps += 1

@@ -95,6 +95,7 @@ class _Fragment:
         self.local = [tensor for tensor in local if tensor.numel() > 0]
         self.outer: list[torch.Tensor] = []
         self.momentum: list[torch.Tensor] = []
+        self.shared_steps = 0
         # The average change: a handle while it is under way, tensors after a resume.
         self.pending: Pending | CodedReduction | list[torch.Tensor] | None = None
 
@@ -117,10 +118,11 @@ class _Fragment:
             return self.pending
         return self.pending.wait()
 
-    def apply(self, settings: DiLoCo) -> None:
+    def apply(self, settings: DiLoCo) -> bool:
+        """False: there was nothing under way, for the World has changed meanwhile."""
         averages = self.average_change()
         if averages is None:
-            return
+            return False
         self.pending = None
         sgd(
             self.outer,
@@ -139,6 +141,7 @@ class _Fragment:
                 local.copy_(outer)
             else:
                 local.lerp_(outer.to(local.dtype), 1 - settings.keep_local)
+        return True
 
 
 class OuterStepper(Stepper):
@@ -165,8 +168,9 @@ class OuterStepper(Stepper):
             turn = self.steps - (index + 1) * (every // len(self._fragments))
             if turn >= 0 and turn % every == 0:
                 fragment.pending = self._start(fragment)
-            if turn >= delay and (turn - delay) % every == 0:
-                fragment.apply(self._settings)
+            if turn >= delay and (turn - delay) % every == 0 and fragment.apply(self._settings):
+                fragment.shared_steps = self.steps - delay
+        self.shared_steps = min(fragment.shared_steps for fragment in self._fragments)
 
     def finish(self) -> None:
         """Wait for what is under way; it is applied in its turn."""

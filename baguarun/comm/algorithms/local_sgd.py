@@ -66,6 +66,8 @@ class _Averager(Stepper):
             # Into copies: one that fails half-way must leave the weights whole.
             torch._foreach_copy_(self._averages, mine)
             torch._foreach_copy_(mine, self.average(self._averages).wait())
+        if self._replicas_are_equal():
+            self.shared_steps = self.steps
 
     def _replicas_are_equal(self) -> bool:
         local = self.steps - self._settings.warmup_steps

@@ -99,6 +99,8 @@ class RingStepper(Stepper):
         # Whether the copies are known to be what they are copies of.
         self._linked = False
         self._resumed = False
+        # Steps ended when the last exchange began.
+        self._sent_steps = 0
         self._extension = load_extension()
         self._exchange = self._extension.DifferenceExchange(
             context.group,
@@ -127,10 +129,12 @@ class RingStepper(Stepper):
         self.rounds += 1
         self.bytes_sent += self._exchange.bytes_per_round()
         self._exchange.start()
+        self._sent_steps = self.steps
 
     def finish(self) -> None:
         """Wait for the exchange under way."""
         self._exchange.wait()
+        self.shared_steps = self._sent_steps
 
     def state_dict(self) -> dict[str, Any]:
         self.finish()

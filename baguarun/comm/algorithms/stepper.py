@@ -58,6 +58,8 @@ class Stepper:
         """Exchanges by rail; None: all go among all ranks."""
         self.steps = 0
         """Steps ended since the start of training, resumed ones included."""
+        self.shared_steps = 0
+        """So many of `steps` are in what ranks have of each other, all of whose exchanges ended well here."""
         self.rounds = 0
         """Exchanges of weights that were started."""
         self.bytes_sent = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,9 +50,10 @@ class CatchingUp:
         )
         self._accounts: list[Account] = []
         self._old_world_size = 1
-        self._rounds = 0
         # Places of this World's data that the lost had shared: at the last exchange in which all took part.
         self._shared_to: list[tuple[int, int]] = []
+        # Those after each step since, with how many steps each model had taken; the oldest first.
+        self._unshared: deque[tuple[list[int], list[tuple[int, int]]]] = deque()
         self._places_at: dict[int, list[tuple[int, int]]] = {}
 
     def standing(self, *, valid: bool) -> Standing:
@@ -66,13 +68,17 @@ class CatchingUp:
 
     def commit(self) -> None:
         """A step ends here."""
+        self._keep()
+        if self.replicas_differ and self._waits_for_all:
+            counts = [model.shared_steps() for model in self._models]
+            self._unshared.append(([steps for steps, _ in counts], self._places()))
+            shared = [steps for _, steps in counts]
+            while self._unshared and all(map(int.__le__, self._unshared[0][0], shared)):
+                _, self._shared_to = self._unshared.popleft()
+
+    def _keep(self) -> None:
         self.applied.commit()
         self.copies.commit(self._captured)
-        if self.replicas_differ and self._waits_for_all:
-            rounds = sum(model.stats().weight_rounds for model in self._models)
-            if rounds != self._rounds:
-                self._rounds = rounds
-                self._shared_to = self._places()
 
     def note_boundary(self, asked_at: int, all_came_to: int) -> None:
         """Where ranks wait for nobody, the rest has shared what it had done when all were asked last."""
@@ -88,6 +94,7 @@ class CatchingUp:
         # What no optimizer trains would be put back to what it was at the commit.
         self.copies.commit(self._captured)
         self._shared_to = self._places()
+        self._unshared.clear()
 
     def _places(self) -> list[tuple[int, int]]:
         return [(sampler.epoch, sampler.cursor) for sampler in self._state._samplers]
@@ -98,7 +105,7 @@ class CatchingUp:
         if self.replicas_differ and self.applied.count > 0:
             # Its effect is in the weights, which stay.
             self._state._count_open_step()
-            self.commit()
+            self._keep()
         # Now: samplers are put to where the next World begins, and maybe more than once.
         self._accounts = self._take_accounts()
         self._old_world_size = dist.get_world_size()
@@ -127,6 +134,7 @@ class CatchingUp:
                 "places": places,
                 "steps": steps,
                 "first": state._first_world_size,
+                "lost": (state._lost_samples, state._missed_samples),
                 "applied": self.applied.counts,
                 "algorithms": [model.common_state() for model in self._models],
             }
@@ -146,11 +154,13 @@ class CatchingUp:
         state._go_to(steps, places)
         self._is_whole = True
         self._shared_to = []
+        self._unshared.clear()
         self._places_at.clear()
 
     def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
         replicated.adopt(self._captured, received["values"], buffers=begins_anew)
         self._state._first_world_size = received["first"]
+        self._state._lost_samples, self._state._missed_samples = received["lost"]
         if not self.replicas_differ:
             for model, common in zip(self._models, received["algorithms"], strict=True):
                 model.adopt_common_state(common)
@@ -231,6 +241,7 @@ class CatchingUp:
 
     def _report(self, redealt: int, left_behind: int) -> None:
         self._state._lost_samples += redealt + left_behind
+        self._state._missed_samples += left_behind
         if dist.get_rank() == 0 and redealt + left_behind > 0:
             also = f"; about {left_behind} more are of an epoch that has ended" if left_behind else ""
             print(

@@ -122,6 +122,8 @@ class InPlaceRun:
     def at_boundary(self, write_if_due: Callable[[], None], *, may_wait: bool) -> None:
         assert self._boundary is not None
         try:
+            for model in self._models:
+                model.require_ended()
             write_if_due()
             self._look_for_news()
             newest = self._boundary.at_commit(self._told)

@@ -64,6 +64,7 @@ class State:
         self._committed_places: list[dict[str, Any]] = []
         self._claimed: set[int] = set()
         self._lost_samples = 0
+        self._missed_samples = 0
         self._first_world_size: int | None = None
         self._open: tuple[ElasticSampler, Deal, MicroBatches] | None = None
         self._watcher: CommitWatcher | None = None
@@ -97,8 +98,15 @@ class State:
     @property
     def lost_samples(self) -> int:
         """Samples whose effect was lost with a worker, as far as is known: it had trained on them and not
-        shared yet what came of it. Only where an algorithm lets replicas differ; they are dealt again."""
+        shared yet what came of it. Only where an algorithm lets replicas differ; they are dealt again, but
+        for `missed_samples`."""
         return self._lost_samples
+
+    @property
+    def missed_samples(self) -> int:
+        """Those of them, about, that were of an epoch which the others had ended: nobody trains on them in that
+        epoch any more."""
+        return self._missed_samples
 
     def steps(self, loader: DataLoader[Any]) -> Iterator[MicroBatches]:
         """The steps from here to the end of the epoch, each as this rank's micro-batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.algorithms import ALGORITHMS, Algorithm, LocalSGD
+from baguarun.comm.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
 from baguarun.comm.ddp import DistributedDataParallel
-from baguarun.errors import UsageError
+from baguarun.errors import CommunicationError, UsageError
 from tests.comm.algorithms.simulation import Net, run_for_tensors, weights_of
 from tests.comm.ranks import run_ranks
 
@@ -153,3 +161,65 @@ def world_of_one() -> tuple[float, dict[str, Any]]:
 
 def test_a_world_of_one_trains_by_the_optimizer_alone() -> None:
     assert run_ranks(world_of_one, 1) == [(1.0, {})]
+
+
+SHARED = {
+    LocalSGD(local_steps=2, warmup_steps=1): [1, 1, 3, 3, 5, 5],
+    DiLoCo(local_steps=3): [0, 0, 3, 3, 3, 6],
+    DiLoCo(local_steps=3, delay_steps=1): [0, 0, 0, 3, 3, 3],
+    # The first half of the weights goes after 1, 3 and 5 steps, the second after 2, 4 and 6.
+    DiLoCo(local_steps=2, fragments=2): [0, 1, 2, 3, 4, 5],
+    # What a step has changed goes while the next one's gradients are computed.
+    Decentralized(): [0, 1, 2, 3, 4, 5],
+    Decentralized(communication_interval=2): [0, 0, 2, 2, 4, 4],
+    LowPrecisionDecentralized(communication_interval=2): [0, 0, 0, 2, 2, 4],
+}
+
+
+def share_steps(algorithms: Sequence[Algorithm]) -> list[list[tuple[int, int]]]:
+    found = []
+    for algorithm in algorithms:
+        model, _, optimizer = one_number(algorithm)
+        found.append([])
+        for _ in range(6):
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            found[-1].append(model.shared_steps())
+    return found
+
+
+def test_ranks_know_which_steps_others_have_what_came_of() -> None:
+    for found in run_ranks(share_steps, 2, list(SHARED)):
+        assert found == [list(zip(range(1, 7), shared, strict=True)) for shared in SHARED.values()]
+
+
+def lose_a_peer_in_the_exchange(holds: bool) -> list[str]:
+    """Of two ranks the second goes before the second step's average."""
+    model, weight, optimizer = one_number(LocalSGD(local_steps=2))
+    model.keep_committed(holds)
+    data = torch.ones(1, 1, dtype=torch.float64)
+    happened = []
+    for step in range(2):
+        optimizer.zero_grad()
+        model(-data).sum().backward()
+        if step == 1 and dist.get_rank() == 1:
+            return []
+        try:
+            optimizer.step()
+        except CommunicationError:
+            happened.append("step() raised")
+    happened.append(f"weight {weight.item():g}")
+    for call in (model.require_ended, lambda: model(data), model.require_ended):
+        try:
+            call()
+        except CommunicationError:
+            happened.append("raised later")
+    return happened
+
+
+@pytest.mark.parametrize(("holds", "told"), [(False, ["step() raised"]), (True, [])])
+def test_an_exchange_that_breaks_behind_a_step_is_told_of_later_if_steps_are_to_be_committed(
+    holds: bool, told: list[str]
+) -> None:
+    found, _ = run_ranks(lose_a_peer_in_the_exchange, 2, holds)
+    assert found == [*told, "weight 2", *(["raised later"] if holds else [])]

@@ -211,6 +211,7 @@ def run_script(script: Script) -> None:
         what="end",
         pid=os.getpid(),
         steps=state.committed_steps,
+        lost=state.lost_samples,
         counted=state.loss_sum,
         scale=scaler.state_dict(),
         rate=state.body.param_groups[0]["lr"],

@@ -48,6 +48,47 @@ def test_ranks_out_of_step_repeat_no_sample_of_a_survivor(tmp_path: Path, algori
     assert missing <= set(story.samples_of_the_dead())
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "shared"),
+    [
+        (LocalSGD(local_steps=2), 4),
+        (LocalSGD(local_steps=2, warmup_steps=3), 5),
+        (DiLoCo(local_steps=3), 3),
+        (Decentralized(peer_selection_mode="all"), 4),
+        (LowPrecisionDecentralized(), 4),
+    ],
+    ids=str,
+)
+def test_what_a_lost_worker_had_not_shared_is_counted_and_what_follows_a_commit_is_done(
+    tmp_path: Path, algorithm: Algorithm, shared: int
+) -> None:
+    """The exchange that breaks may come behind an optimizer's step, which then counts and is committed."""
+    lost = At(local_rank=1, point="begin", step=5)
+    script = Script(folder=tmp_path / "job", epochs=3, happenings=[lost], algorithm=algorithm, batch_size=1)
+    story = train(script, 3)
+    survivors = [log for log in story.logs.values() if log[-1]["what"] == "end"]
+    assert len(survivors) == 2
+    steps = []
+    for log in survivors:
+        committed = [entry["step"] for entry in log if entry["what"] == "committed"]
+        steps.append(
+            max(entry["step"] for entry in log if entry["what"] == "committed" and entry["generation"] == 1)
+        )
+        # One that is behind counts on as the one that is ahead.
+        assert committed[: steps[-1]] == list(range(1, steps[-1] + 1))
+        applied = [entry for entry in log if entry["what"] == "applied" and entry["generation"] == 1]
+        assert len(applied) == steps[-1]
+    # One sample was dealt to it in each step that anybody has done.
+    assert [log[-1]["lost"] for log in survivors] == [max(steps) - shared] * 2
+    trained = story.trained_samples()
+    assert len(trained) == len(set(trained))
+    of_the_dead = set(story.samples_of_the_dead())
+    assert (
+        len(set(all_samples(3)) - set(trained)) == shared
+        and set(all_samples(3)) - set(trained) <= of_the_dead
+    )
+
+
 TRAINS_ALONE = pytest.mark.parametrize(
     "algorithm",
     [
