@@ -15,7 +15,10 @@ def accounts(steps: Sequence[Step], algorithm: str, samples: int) -> list[str]:
     done = [step for step in steps if step.step > 0]
     problems = [] if algorithm in RELAXED else _wrong_steps(done)
     may_lack = _unwritten(done)
-    lost = max((step.lost_samples for step in done), default=0) if algorithm in RELAXED else 0
+    lost = missed = 0
+    if algorithm in RELAXED:
+        lost = max((step.lost_samples for step in done), default=0)
+        missed = max((step.missed_samples for step in done), default=0)
     twice = lacking = 0
     # The last epoch is under way.
     for epoch in sorted({step.epoch for step in done})[:-1]:
@@ -24,10 +27,10 @@ def accounts(steps: Sequence[Step], algorithm: str, samples: int) -> list[str]:
         different = {number for _, number in seen}
         twice += len(seen) - len(different)
         lacking += samples - len(different)
-    if twice > lost:
-        problems.append(f"{twice} samples came twice, {lost} were reported as lost and dealt again")
-    if lacking > lost + may_lack:
-        problems.append(f"{lacking} samples are missing, of which {lost + may_lack} may be")
+    if twice > lost - missed:
+        problems.append(f"{twice} samples came twice, {lost - missed} were reported as lost and dealt again")
+    if lacking > missed + may_lack:
+        problems.append(f"{lacking} samples are missing, of which {missed + may_lack} may be")
     return problems
 
 

@@ -45,6 +45,19 @@ def test_a_sample_in_two_steps_came_twice_unless_it_was_reported_as_lost() -> No
     assert accounts(told, "gradient_allreduce", SAMPLES) != []
 
 
+def test_a_sample_is_missing_unless_it_was_reported_as_not_dealt_again() -> None:
+    fewer = [replace(step, samples=step.samples[1:]) if step.step == 2 else step for step in lines()]
+    told = [replace(step, lost_samples=2) for step in fewer]
+    assert accounts(told, "diloco", SAMPLES) == ["2 samples are missing, of which 0 may be"]
+    assert accounts([replace(step, missed_samples=2) for step in told], "diloco", SAMPLES) == []
+    # Nor may it have come twice then.
+    again = [replace(step, samples=[0, *step.samples]) if step.step == 2 else step for step in lines()]
+    told = [replace(step, lost_samples=2, missed_samples=2) for step in again]
+    assert accounts(told, "diloco", SAMPLES) == [
+        "1 samples came twice, 0 were reported as lost and dealt again"
+    ]
+
+
 def test_who_is_killed_between_its_commit_and_its_line_leaves_out_one_line_only() -> None:
     # Rank 1 wrote of steps 1 and 2; the job went on in another World.
     killed = [step for step in lines() if step.rank == 0 or step.step <= 2]

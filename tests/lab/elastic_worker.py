@@ -92,7 +92,7 @@ def train(state: State, loader: DataLoader, log: int, args: argparse.Namespace) 
             commit_cpu_s, commit_s = time.thread_time() - cpu_began_s, time.perf_counter() - began_s
             line = {"epoch": epoch, "samples": numbers, "loss": loss.item()}
             line |= {"commit_s": commit_s, "commit_cpu_s": commit_cpu_s, "cpu_s": time.process_time()}
-            line |= {"lost_samples": state.lost_samples}
+            line |= {"lost_samples": state.lost_samples, "missed_samples": state.missed_samples}
             if args.digests:
                 line |= {"weights": digest(state)}
             write(log, step=state.committed_steps, **line)

@@ -36,6 +36,8 @@ class Step:
     """What the worker's process has used so far."""
     lost_samples: int = 0
     """Of which it was reported that their effect was lost with a worker."""
+    missed_samples: int = 0
+    """Those of them that are not dealt again."""
     weights: int = 0
     """A digest of weights and optimizer state."""
 
