@@ -104,8 +104,8 @@ class State:
 
     @property
     def missed_samples(self) -> int:
-        """Those of them, about, that were of an epoch which the others had ended: nobody trains on them in that
-        epoch any more."""
+        """Those of them, about, that were of an epoch which the others had ended: nobody trains on them in
+        that epoch any more."""
         return self._missed_samples
 
     def steps(self, loader: DataLoader[Any]) -> Iterator[MicroBatches]:
