@@ -162,6 +162,7 @@ class DataParallelSession:
                 takes_over=legacy is not None,
             )
             self._stepper = algorithm.make_stepper(context)
+            context.weights.drop_spare()
             self._boundary = StepBoundary(self._stepper, optimizers)
         self._exchanged = exchanged
         self._operation_of = operations
@@ -245,12 +246,13 @@ class DataParallelSession:
             self._memory.adopt_common(state)
 
     def prepare(self) -> None:
-        """In a World of one: put weights where an algorithm that exchanges them wants them to be."""
+        """In a World of one: put weights where an algorithm that exchanges them wants them to be, and have
+        the memory that it takes."""
         legacy = self._legacy or Legacy(keeps_committed=self._keeps_committed)
         if self.algorithm.exchanges_weights and self._stepper is None and legacy.weights is None:
-            self._legacy = dataclasses.replace(
-                legacy, weights=FlatWeights(trainable_parameters(self._module))
-            )
+            weights = FlatWeights(trainable_parameters(self._module))
+            self.algorithm.prepare(weights)
+            self._legacy = dataclasses.replace(legacy, weights=weights)
 
     def succeed(self) -> DataParallelSession:
         """The session of the same model on the default group of now. Collective over it; the last call."""

@@ -28,8 +28,30 @@ class FlatWeights:
         _refuse_overlap(parameters)
         self.buffers: list[torch.Tensor] = []
         self._placed: list[tuple[str, nn.Parameter, torch.Tensor]] = []
+        self._spare: list[list[torch.Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for _, parameter in parameters):
             self._place([(name, found) for name, found in parameters if found.dtype == dtype])
+
+    def empty_copy(self, *, exact: bool = False) -> list[torch.Tensor]:
+        """A tensor of any content per buffer, like it; `exact`: fp32 where that has fewer bits."""
+        dtypes = [_exact(buffer.dtype) if exact else buffer.dtype for buffer in self.buffers]
+        for index, spare in enumerate(self._spare):
+            if [tensor.dtype for tensor in spare] == dtypes:
+                return self._spare.pop(index)
+        return [
+            torch.empty_like(buffer, dtype=dtype) for buffer, dtype in zip(self.buffers, dtypes, strict=True)
+        ]
+
+    def keep_spare(self, count: int, *, exact: bool = False) -> None:
+        """Make so many copies for `empty_copy` ahead and write to them: to be given fresh pages takes longer
+        than what they are for."""
+        self._spare = [self.empty_copy(exact=exact) for _ in range(count)]
+        for tensor in (tensor for spare in self._spare for tensor in spare):
+            tensor.zero_()
+
+    def drop_spare(self) -> None:
+        """Give the memory back that nobody has taken."""
+        self._spare.clear()
 
     def check(self) -> None:
         """Raise `UsageError` if a parameter no longer lives in its buffer."""
@@ -54,6 +76,10 @@ class FlatWeights:
             parameter.data = view
             self._placed.append((name, parameter, view))
         self.buffers.append(buffer)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _refuse_overlap(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:

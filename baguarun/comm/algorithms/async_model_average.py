@@ -20,6 +20,7 @@ from baguarun.comm.algorithms.stepper import (
     require_range,
 )
 from baguarun.comm.rails import Hierarchical, require_hierarchical
+from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
 
 _SLACK = 2
@@ -68,6 +69,9 @@ class AsyncModelAverage(Algorithm):
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
         return full_precision(dtype, device, average=True) if self.warmup_steps > 0 else None
 
+    def prepare(self, weights: FlatWeights) -> None:
+        weights.keep_spare(2)
+
     def make_stepper(self, context: StepContext) -> AsyncStepper:
         return AsyncStepper(context, self)
 
@@ -115,8 +119,8 @@ class AsyncStepper(Stepper):
         self._round: _Round | None = None
         # From a checkpoint: what the round under way would have added to the weights.
         self._resumed_change: list[torch.Tensor] | None = None
-        self._snapshot = [torch.empty_like(buffer) for buffer in context.weights.buffers]
-        self._averages = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+        self._snapshot = context.weights.empty_copy()
+        self._averages = context.weights.empty_copy()
         # Steps after which the next round starts, and how far apart rounds are at present; None: not known.
         self._next_start: int | None = settings.warmup_steps + 1
         self._period: int | None = None

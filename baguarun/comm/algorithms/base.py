@@ -14,6 +14,7 @@ from torch import nn
 
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.rails import Hierarchical
+from baguarun.comm.weights import FlatWeights
 from baguarun.contract import WorkerEnv
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ class Algorithm(ABC):
     def make_stepper(self, context: StepContext) -> Stepper:
         """What works around the steps of one model. Asked for if the algorithm `exchanges_weights`."""
         raise NotImplementedError(f"{self.name} exchanges no weights")
+
+    def prepare(self, weights: FlatWeights) -> None:
+        """In a World of one: have the memory that a stepper of `weights` will take among other ranks."""
+        del weights
 
     def make_memory(self, engine: Any) -> EngineMemory | None:
         """What the new `engine` keeps between steps; None: nothing. Not for one that `exchanges_weights`."""

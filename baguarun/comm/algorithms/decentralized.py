@@ -19,6 +19,7 @@ from baguarun.comm.algorithms.stepper import (
 )
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
+from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
 
 _LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
@@ -82,6 +83,9 @@ class Decentralized(Algorithm):
     def hierarchy(self) -> Hierarchical:
         return self.hierarchical
 
+    def prepare(self, weights: FlatWeights) -> None:
+        weights.keep_spare(1)
+
     def make_stepper(self, context: StepContext) -> Stepper:
         return _Mixer(context, self)
 
@@ -115,7 +119,7 @@ class _Mixer(Stepper):
         self._started = False
         self._pending: Pending | PendingExchange | None = None
         # Where others' weights come in: one copy of the model.
-        self._incoming = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+        self._incoming = context.weights.empty_copy()
         # Pieces of both: one is averaged while the next ones are on their way.
         self._mine = _pieces(context.weights.buffers)
         self._theirs = _pieces(self._incoming)

@@ -20,6 +20,7 @@ from baguarun.comm.algorithms.stepper import (
 )
 from baguarun.comm.legacy import share
 from baguarun.comm.rails import Hierarchical, require_hierarchical
+from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.float32}
@@ -84,6 +85,9 @@ class DiLoCo(Algorithm):
         del dtype, device
         return None
 
+    def prepare(self, weights: FlatWeights) -> None:
+        weights.keep_spare(2, exact=True)
+
     def make_stepper(self, context: StepContext) -> Stepper:
         return OuterStepper(context, self)
 
@@ -92,22 +96,18 @@ class _Fragment:
     """A slice of each flat buffer with its outer weights and momentum."""
 
     def __init__(self, local: Sequence[torch.Tensor]) -> None:
-        self.local = [tensor for tensor in local if tensor.numel() > 0]
-        self.outer: list[torch.Tensor] = []
-        self.momentum: list[torch.Tensor] = []
+        self.local = local
+        self.outer: Sequence[torch.Tensor] = ()
+        self.momentum: Sequence[torch.Tensor] = ()
         self.shared_steps = 0
         # The average change: a handle while it is under way, tensors after a resume.
         self.pending: Pending | CodedReduction | list[torch.Tensor] | None = None
 
     def begin(self) -> None:
         """Outer weights are those of now, without momentum."""
-        self.outer = [tensor.to(_outer_dtype(tensor.dtype), copy=True) for tensor in self.local]
-        self.momentum = [torch.zeros_like(tensor) for tensor in self.outer]
-
-    def make_room(self) -> None:
-        """For outer weights and momentum of another rank."""
-        self.outer = [torch.empty_like(tensor, dtype=_outer_dtype(tensor.dtype)) for tensor in self.local]
-        self.momentum = [torch.empty_like(tensor) for tensor in self.outer]
+        for outer, momentum, local in zip(self.outer, self.momentum, self.local, strict=True):
+            outer.copy_(local)
+            momentum.zero_()
 
     def change(self, wire: torch.dtype | None) -> list[torch.Tensor]:
         changes = [outer - local for outer, local in zip(self.outer, self.local, strict=True)]
@@ -125,7 +125,7 @@ class _Fragment:
             return False
         self.pending = None
         sgd(
-            self.outer,
+            list(self.outer),
             [average.to(outer.dtype) for average, outer in zip(averages, self.outer, strict=True)],
             list(self.momentum),
             fused=True,
@@ -150,9 +150,9 @@ class OuterStepper(Stepper):
     def __init__(self, context: StepContext, settings: DiLoCo) -> None:
         super().__init__(context)
         self._settings = settings
-        pieces = [buffer.tensor_split(settings.fragments) for buffer in context.weights.buffers]
-        self._fragments = [_Fragment(local) for local in zip(*pieces, strict=True)]
+        self._fragments = [_Fragment(local) for local in self._split(context.weights.buffers)]
         if not context.takes_over:
+            self._make_room()
             for fragment in self._fragments:
                 fragment.begin()
         finish_at_exit(self, OuterStepper.finish)
@@ -183,6 +183,17 @@ class OuterStepper(Stepper):
             return start_coded_average(self, change, Wire.MINMAX8)
         return self.average(change)
 
+    def _make_room(self) -> None:
+        """For outer weights and momentum."""
+        outer, momentum = (self._split(self.context.weights.empty_copy(exact=True)) for _ in range(2))
+        for fragment, *tensors in zip(self._fragments, outer, momentum, strict=True):
+            fragment.outer, fragment.momentum = tensors
+
+    def _split(self, buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """By fragment."""
+        pieces = [buffer.tensor_split(self._settings.fragments) for buffer in buffers]
+        return [[piece for piece in each if piece.numel() > 0] for each in zip(*pieces, strict=True)]
+
     def state_dict(self) -> dict[str, Any]:
         fragments = []
         for fragment in self._fragments:
@@ -202,15 +213,15 @@ class OuterStepper(Stepper):
 
     def take_over(self, left: dict[str, Any] | None) -> None:
         source = self._agree_on_steps(left)
-        if left is not None:
+        if left is None:
+            self._make_room()
+        else:
             for fragment, (outer, momentum) in zip(self._fragments, left["fragments"], strict=True):
                 fragment.outer, fragment.momentum = outer, momentum
         for fragment in self._fragments:
             if left is None and source == self.context.rank:
                 fragment.begin()
-            elif left is None:
-                fragment.make_room()
-            share(fragment.outer + fragment.momentum, source, self.context.group)
+            share([*fragment.outer, *fragment.momentum], source, self.context.group)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state["fragments"]
@@ -226,7 +237,7 @@ class OuterStepper(Stepper):
             # What is under way here ends on all ranks and is then forgotten on all.
             fragment.average_change()
             for own, other in zip(
-                fragment.outer + fragment.momentum, kept["outer"] + kept["momentum"], strict=True
+                [*fragment.outer, *fragment.momentum], kept["outer"] + kept["momentum"], strict=True
             ):
                 own.copy_(other)
             pending = kept["pending"]
@@ -235,7 +246,3 @@ class OuterStepper(Stepper):
                 if pending is None
                 else [tensor.to(own.device) for tensor, own in zip(pending, fragment.outer, strict=True)]
             )
-
-
-def _outer_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

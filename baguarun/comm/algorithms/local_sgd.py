@@ -10,6 +10,7 @@ import torch
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
 from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
 from baguarun.comm.rails import Hierarchical, require_hierarchical
+from baguarun.comm.weights import FlatWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class LocalSGD(Algorithm):
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation | None:
         return full_precision(dtype, device, average=True) if self.warmup_steps > 0 else None
 
+    def prepare(self, weights: FlatWeights) -> None:
+        weights.keep_spare(1)
+
     def make_stepper(self, context: StepContext) -> Stepper:
         return _Averager(context, self)
 
@@ -51,7 +55,7 @@ class _Averager(Stepper):
     def __init__(self, context: StepContext, settings: LocalSGD) -> None:
         super().__init__(context)
         self._settings = settings
-        self._averages = [torch.empty_like(buffer) for buffer in context.weights.buffers]
+        self._averages = context.weights.empty_copy()
 
     def sends_gradients(self) -> bool:
         return self.steps < self._settings.warmup_steps

@@ -18,6 +18,7 @@ from baguarun.comm.algorithms.stepper import (
 )
 from baguarun.comm.extension import load_extension
 from baguarun.comm.rails import Hierarchical, require_hierarchical
+from baguarun.comm.weights import FlatWeights
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
@@ -75,6 +76,9 @@ class LowPrecisionDecentralized(Algorithm):
                 "workers is not there yet; want False (a ring of all ranks) or one worker per node"
             )
 
+    def prepare(self, weights: FlatWeights) -> None:
+        weights.keep_spare(3, exact=True)
+
     def make_stepper(self, context: StepContext) -> Stepper:
         return RingStepper(context, self)
 
@@ -94,8 +98,12 @@ class RingStepper(Stepper):
         ahead = (context.rank + 1) % context.world_size
         behind = (context.rank - 1) % context.world_size
         self._neighbours = [behind] if behind == ahead else [behind, ahead]
-        self._own = [buffer.to(_state_dtype(buffer.dtype), copy=True) for buffer in weights]
-        self._copies = [[own.clone() for own in self._own] for _ in self._neighbours]
+        self._own, *self._copies = (
+            context.weights.empty_copy(exact=True) for _ in range(1 + len(self._neighbours))
+        )
+        for copies in (self._own, *self._copies):
+            for tensor, buffer in zip(copies, weights, strict=True):
+                tensor.copy_(buffer)
         # Whether the copies are known to be what they are copies of.
         self._linked = False
         self._resumed = False
@@ -203,7 +211,3 @@ class RingStepper(Stepper):
             pending.append(PendingExchange(mine, theirs, self.context.group, to_rank=peer, from_rank=peer))
         for each in pending:
             each.wait()
-
-
-def _state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from baguarun.comm.algorithms import ALGORITHMS, StepContext
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
+from tests.comm.ranks import run_ranks
 
 
 def test_flat_weights_keep_values_strides_and_ties() -> None:
@@ -30,3 +33,44 @@ def test_parameters_that_share_memory_as_two_objects_are_refused() -> None:
         FlatWeights([("a", first), ("b", second)])
     with pytest.raises(UsageError, match="'c' has strides"):
         FlatWeights([("c", nn.Parameter(torch.zeros(10)[::2]))])
+
+
+def test_a_copy_is_of_the_spare_ones_while_there_are_any_of_its_kind() -> None:
+    parameters = [nn.Parameter(torch.ones(100, dtype=dtype)) for dtype in (torch.bfloat16, torch.float64)]
+    weights = FlatWeights([(str(index), parameter) for index, parameter in enumerate(parameters)])
+    weights.keep_spare(2, exact=True)
+    copies = [weights.empty_copy(exact=exact) for exact in (True, False, True, True)]
+    assert [[each.dtype for each in copy] for copy in copies] == [
+        [torch.float32, torch.float64],
+        [torch.bfloat16, torch.float64],
+        [torch.float32, torch.float64],
+        [torch.float32, torch.float64],
+    ]
+    assert all([each.shape for each in copy] == [each.shape for each in weights.buffers] for copy in copies)
+    # Only what was spare has been written to.
+    assert not any(each.any() for copy in (copies[0], copies[2]) for each in copy)
+    addresses = [each.data_ptr() for copy in copies for each in copy]
+    assert len(set(addresses)) == len(addresses)
+    weights.keep_spare(1)
+    spare = weights._spare
+    weights.drop_spare()
+    assert spare == []
+
+
+def copies_that_are_left() -> list[int]:
+    left = []
+    for kind in dict.fromkeys(ALGORITHMS.values()):
+        algorithm = kind()
+        if algorithm.exchanges_weights:
+            weights = FlatWeights(list(nn.Linear(3, 2).named_parameters()))
+            algorithm.prepare(weights)
+            assert weights._spare
+            context = StepContext(weights=weights, group=dist.group.WORLD)
+            algorithm.make_stepper(context)
+            left.append(len(weights._spare))
+    return left
+
+
+def test_a_stepper_takes_all_that_was_made_ahead_for_it() -> None:
+    for left in run_ranks(copies_that_are_left, 3):
+        assert left == [0] * 5
