@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 from benchmarks.harness import Report, Row, finish, parser
 from benchmarks.recovery_accounts import accounts
+from benchmarks.recovery_calm import calm_rows
 from benchmarks.recovery_events import (
     EVENTS,
     LIGHTHOUSES,
@@ -35,8 +36,6 @@ from tests.lab.job import Etcd
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "qadam", "async_model_average", "diloco")
 LAUNCHERS = ("baguarun", "torchrun", "torchft", "torchft-tuned")
 _START_CAP_S = 120.0
-_CALM_TURNS = 3
-_CALM_STEP_S = 0.05
 
 
 def suffer(launcher: str, algorithm: str, event: Event, site: Site, rounds: int) -> list[Trial]:
@@ -117,42 +116,6 @@ def rows(event: Event, algorithm: str, site: Site, found: dict[str, list[Trial]]
     return result
 
 
-def calm_rows(site: Site, seconds: float) -> list[Row]:
-    """What `--elastic in-place` costs while nothing happens, in parts of a step of 50 ms."""
-    commits_s: list[float] = []
-    commits_cpu_s: list[float] = []
-    used_s: dict[str, list[float]] = {"in-place": [], "restart": []}
-    for turn, mode in itertools.product(range(_CALM_TURNS), used_s):
-        with site.job("baguarun", ALGORITHMS[0], "2", mode=mode) as job:
-            job.start(*site.lab.hosts[:2])
-            job.wait_for_world(site.workers, _START_CAP_S, settled=50)
-            began_s = time.time()
-            while time.time() < began_s + seconds:
-                time.sleep(0.5)
-            steps = [step for step in job.steps.since(began_s) if step.step > 0]
-        print(f"{mode}: {len(steps)} steps, turn {turn + 1}", flush=True)
-        for pid in {step.pid for step in steps}:
-            own = [step for step in steps if step.pid == pid]
-            used_s[mode].append((own[-1].cpu_s - own[0].cpu_s) / (len(own) - 1))
-            if mode == "in-place":
-                # The mean: not every commit asks the others.
-                commits_s.append(mean(step.commit_s for step in own))
-                commits_cpu_s.append(mean(step.commit_cpu_s for step in own))
-    commit_s, commit_cpu_s = median(commits_s), median(commits_cpu_s)
-    extra_s = median(used_s["in-place"]) - median(used_s["restart"])
-    elsewhere_s = max(0.0, extra_s - commit_cpu_s)
-    what = f"{site.workers} workers, nothing happens: parts of a step of 50 ms"
-    return [
-        Row(
-            what=f"{what}, commit() and what CPU time it costs elsewhere",
-            peer="restart mode",
-            ours=f"{1e3 * commit_s:.3f} + {1e3 * elsewhere_s:.3f} ms",
-            value=(commit_s + elsewhere_s) / _CALM_STEP_S,
-            target=0.01,
-        )
-    ]
-
-
 def main(argv: list[str] | None = None) -> int:
     options = parser("recovery", __doc__ or "")
     options.add_argument("--events", default=",".join(EVENTS), help=f"of {', '.join(EVENTS)}")
@@ -190,7 +153,9 @@ def _measure(args: argparse.Namespace, report: Report, per_node: int) -> None:
         if args.torchft is None:
             launchers = [name for name in launchers if name not in LIGHTHOUSES]
         if args.calm:
-            report.rows += calm_rows(site, 5.0 if args.quick else 20.0)
+            rows_of_calm, raw = calm_rows(site, ALGORITHMS[0], 5.0 if args.quick else 20.0)
+            report.rows += rows_of_calm
+            report.raw[f"calm, {site.workers} workers"] = raw
         for algorithm, key in itertools.product(args.algorithms.split(","), args.events.split(",")):
             event = EVENTS[key]
             first = algorithm == args.algorithms.split(",")[0]

@@ -45,8 +45,16 @@ class Site:
     def workers(self) -> int:
         return 2 * self.per_node
 
-    def job(self, launcher: str, algorithm: str, nnodes: str, *, mode: str = "in-place") -> Job:
-        """A new job of `launcher`, nothing started yet; `mode`: our --elastic."""
+    def job(
+        self,
+        launcher: str,
+        algorithm: str,
+        nnodes: str,
+        *,
+        mode: str = "in-place",
+        records: bool = False,
+    ) -> Job:
+        """A new job of `launcher`, nothing started yet; `mode`: our --elastic; `records`: our --timeline."""
         job_id = f"recovery-{next(_job_numbers)}"
         folder = self.scratch / job_id
         lighthouse = self._start_lighthouse(LIGHTHOUSES[launcher]) if launcher in LIGHTHOUSES else ""
@@ -64,6 +72,7 @@ class Site:
             else:
                 own = [*baguarun_command(), "run", "--store", self.etcd.url, "--job-id", job_id]
                 own += ["--elastic", mode, "--detect-timeout", str(self.detect_timeout_s)]
+                own += ["--timeline", str(folder / "timeline.json")] if records else []
             return [*own, *common, *script]
 
         return Job(folder, command)

@@ -67,9 +67,9 @@ class Job:
     def __init__(self, scratch: Path, command: Callable[[Host], Sequence[str]]) -> None:
         """`command` is the whole command line of the agent on one host."""
         scratch.mkdir(parents=True, exist_ok=True)
+        self.folder = scratch
         self.steps = StepLog(scratch / "steps.jsonl")
         self.agents: dict[str, subprocess.Popen[Any]] = {}
-        self._scratch = scratch
         self._command = command
         self.hosts: list[Host] = []
         """Where agents were started."""
@@ -140,7 +140,7 @@ class Job:
         )
 
     def _log_path(self, name: str) -> Path:
-        return self._scratch / f"{name}.log"
+        return self.folder / f"{name}.log"
 
     def _environment(self, host: Host) -> dict[str, str]:
         return {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from baguarun.comm import timeline
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import UsageError
 
@@ -109,11 +110,13 @@ class AppliedSteps:
                     "done again under `--elastic in-place`; want forward and backward before step()"
                 )
             if (applied := this()) is not None:
-                applied._begin(index)
+                with timeline.span("before a step that may be lost", "elastic"):
+                    applied._begin(index)
 
         def after(*_call: object) -> None:
             if (applied := this()) is not None:
-                applied._end(index)
+                with timeline.span("after a step that may be lost", "elastic"):
+                    applied._end(index)
 
         optimizer.register_step_pre_hook(before)
         handle = optimizer.register_step_post_hook(after)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from baguarun.comm import timeline
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.elastic.training import values
 from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
@@ -134,6 +135,10 @@ class State:
     def commit(self) -> None:
         """The step is done on this rank: its samples are behind us. Collective where a checkpoint is due."""
         self._check()
+        with timeline.span("commit", "elastic"):
+            self._commit()
+
+    def _commit(self) -> None:
         is_in_steps = self._open is not None
         if self._open is not None:
             _, _, step = self._open
