@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 from baguarun.launcher.linux import process_table
 from benchmarks.harness import Row
@@ -39,13 +39,20 @@ class Share:
     commit: float
     """Of the thread that trains, all waiting included."""
     hooks: float
-    """Of the same thread around the optimizer's step."""
+    """CPU time of the same thread around the optimizer's step."""
     threads: float
     """CPU time of the transport's and the control channel's threads."""
     agent: float
     """CPU time of the agent and of what it has started besides workers, by worker."""
     process: float
     """CPU time of the whole worker's process."""
+
+
+class Span(NamedTuple):
+    """Something that one thread did."""
+
+    wall_s: float
+    cpu_s: float
 
 
 def calm_rows(site: Site, algorithm: str, seconds: float) -> tuple[list[Row], dict[str, Any]]:
@@ -97,7 +104,7 @@ def _shares(site: Site, algorithm: str, mode: str, seconds: float) -> list[Share
         # Until what was recorded is written.
         time.sleep(1.0)
         spans = {
-            pid: _spans_s(job.folder / f"timeline.json.generation1.rank{rank}", began_s, ended_s)
+            pid: _spans(job.folder / f"timeline.json.generation1.rank{rank}", began_s, ended_s)
             for pid, rank in workers.items()
         }
     of_step = _STEP_S / (ended_s - began_s)
@@ -110,11 +117,10 @@ def _shares(site: Site, algorithm: str, mode: str, seconds: float) -> list[Share
     shares = []
     for pid in workers:
         commits = spans[pid].pop("commit")
-        hooks = sum(map(sum, spans[pid].values()))
         shares.append(
             Share(
-                commit=sum(commits) / len(commits),
-                hooks=hooks / len(commits),
+                commit=mean(span.wall_s for span in commits),
+                hooks=sum(span.cpu_s for each in spans[pid].values() for span in each) / len(commits),
                 threads=used(pid, "bagua"),
                 agent=agent,
                 process=used(pid),
@@ -141,12 +147,12 @@ def _threads_s(pid: int) -> dict[str, float]:
     return found
 
 
-def _spans_s(path: Path, began_s: float, ended_s: float) -> dict[str, list[float]]:
-    """How long what in-place training adds took between two moments, by name; of a recording that goes on."""
-    found: dict[str, list[float]] = defaultdict(list)
+def _spans(path: Path, began_s: float, ended_s: float) -> dict[str, list[Span]]:
+    """What in-place training adds, by name, as it began between two moments; of a recording that goes on."""
+    found: dict[str, list[Span]] = defaultdict(list)
     for line in path.read_text().splitlines():
         if '"elastic"' in line:
             event = json.loads(line.strip().rstrip(","))
             if began_s <= _TIMELINE_BEGAN_S + event["ts"] / 1e6 < ended_s:
-                found[event["name"]].append(event["dur"] / 1e6)
+                found[event["name"]].append(Span(event["dur"] / 1e6, event["tdur"] / 1e6))
     return found

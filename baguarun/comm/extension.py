@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 REMEDY = "run `make setup` (in a checkout) or `pip install --no-build-isolation .` again"
 
 
+@functools.cache
 def load_extension() -> ModuleType:
     """The compiled engine, built for the torch of this process.
 

@@ -44,6 +44,8 @@ class Worker:
     """When its control thread last said anything, by the loop's clock."""
     signs: VitalSigns
     """For when it does not."""
+    asked_s: float = 0.0
+    """When it was asked last whether it lives."""
     entered: bool = False
     """It is in `baguarun.elastic.run`."""
     port: int | None = None

@@ -24,8 +24,10 @@ _NO_SURVIVOR_S = 1.0
 """Where no local worker can say that the World makes progress: after this a lost one is replaced."""
 _MAX_PAUSE_S = 30.0
 """Between two starts of newcomers that fail one after the other."""
-_PING_PART = 1 / 8
-"""Of the detection time, between two questions to a worker: so much later at most is its silence noticed."""
+_PING_PART = 1 / 4
+"""Of the detection time, between two questions to workers that have answered the last one."""
+_SILENT_PING_PART = 1 / 16
+"""While one has not: so much later at most is its silence noticed."""
 _PACES_EVERY_S = 10.0
 """Between two words to the store about how steps go."""
 _LATE_S = 60.0
@@ -380,14 +382,15 @@ class InPlaceAgent(NodeAgent):
 
     async def _ping(self) -> None:
         loop = asyncio.get_running_loop()
-        interval_s = self._settings.detect_timeout_s * _PING_PART
+        part = _PING_PART
         while True:
-            before_s = loop.time()
+            before_s, interval_s = loop.time(), self._settings.detect_timeout_s * part
             await asyncio.sleep(interval_s)
             now_s = loop.time()
             if now_s - before_s > 2 * interval_s:
                 self._hangs.slept(now_s - before_s)
             await self._hangs.look()
+            part = _PING_PART
             for worker in tuple(self._crew.living.values()):
                 if not worker.entered:
                     self._mention_late(worker, now_s)
@@ -401,6 +404,9 @@ class InPlaceAgent(NodeAgent):
                         f"{now_s - worker.heard_s:.1f} s; killing it"
                     )
                     await self._crew.kill(worker)
+                if worker.heard_s < worker.asked_s:
+                    part = _SILENT_PING_PART
+                worker.asked_s = now_s
                 lease_ms = int(1000 * self._session.lease_left_s)
                 worker.channel.send(ControlMessage(Topic.PING, {"lease_ms": lease_ms}))
 

@@ -55,7 +55,7 @@ class SpanContext {
   SpanContext(const std::string& name, const std::string& category, int64_t bytes)
       : name_(forEver(name)), category_(forEver(category)), bytes_(bytes) {}
 
-  void enter() { span_.emplace(name_, category_, bytes_); }
+  void enter() { span_.emplace(name_, category_, bytes_).countCpu(); }
   void exit(const py::args& /*error*/) { span_.reset(); }
 
  private:

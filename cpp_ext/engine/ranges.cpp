@@ -71,9 +71,18 @@ Span::Span(const char* name, const char* category, int64_t bytes, int64_t peer) 
   }
 }
 
+void Span::countCpu() {
+  if (event_.startNs != 0) {
+    event_.cpuNs = Timeline::cpuNs();
+  }
+}
+
 Span::~Span() {
   if (event_.startNs != 0) {
     event_.endNs = Timeline::nowNs();
+    if (event_.cpuNs >= 0) {
+      event_.cpuNs = Timeline::cpuNs() - event_.cpuNs;
+    }
     Timeline::ofProcess().record(std::move(event_));
   }
 }

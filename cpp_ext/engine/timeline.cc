@@ -45,11 +45,9 @@ Timeline::Timeline() {
   });
 }
 
-int64_t Timeline::nowNs() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
+int64_t Timeline::nowNs() { return clockNs(CLOCK_MONOTONIC); }
+
+int64_t Timeline::cpuNs() { return clockNs(CLOCK_THREAD_CPUTIME_ID); }
 
 void Timeline::start(const TimelineOwner& owner, const std::string& path, uint64_t maxEvents) {
   const std::scoped_lock control(controlMutex_);

@@ -31,6 +31,8 @@ class Timeline {
   static Timeline& ofProcess();
   static bool isOn() { return on_.load(std::memory_order_relaxed); }
   static int64_t nowNs();
+  // What the calling thread has used of a CPU.
+  static int64_t cpuNs();
 
   // Opens the file and writes to it at once. Throws std::system_error if that fails, std::logic_error if a
   // recording is going on.

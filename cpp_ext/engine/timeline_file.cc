@@ -25,12 +25,6 @@ constexpr int64_t kFirstTrackRow = int64_t{1} << 22;
 // A disk without room for a few seconds' events is refused at the start.
 constexpr off_t kReservedBytes = off_t{1} << 20;
 
-int64_t clockNs(clockid_t clock) {
-  timespec now{};
-  clock_gettime(clock, &now);
-  return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
-
 // Microseconds with all digits of the nanoseconds.
 std::string microseconds(int64_t ns) {
   char text[32];
@@ -74,6 +68,12 @@ void writeAt(int descriptor, std::string_view text, off_t offset) {
 
 }  // namespace
 
+int64_t clockNs(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
 TimelineFile::TimelineFile(const TimelineOwner& owner, const std::string& path)
     : rank_(owner.rank),
       offsetNs_(clockNs(CLOCK_REALTIME) - clockNs(CLOCK_MONOTONIC) - kEpochS * 1'000'000'000),
@@ -114,6 +114,9 @@ void TimelineFile::add(const TimelineEvent& event, pid_t thread, const std::stri
                      R"(,"cat":")" + event.category + R"(","pid":)" + std::to_string(rank_) + R"(,"tid":)" +
                      std::to_string(row) + R"(,"ts":)" + microseconds(event.startNs + offsetNs_);
   line += isMoment ? R"(,"s":"t")" : R"(,"dur":)" + microseconds(event.endNs - event.startNs);
+  if (event.cpuNs >= 0) {
+    line += R"(,"tdur":)" + microseconds(event.cpuNs);
+  }
   std::string arguments;
   if (event.label) {
     arguments += R"(,"of":)" + quoted(*event.label);

@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <set>
 #include <string>
@@ -19,6 +20,8 @@ struct TimelineEvent {
   // CLOCK_MONOTONIC. Equal: a moment, not a span.
   int64_t startNs = 0;
   int64_t endNs = 0;
+  // Of the thread that records, in a span of its own; negative: not known.
+  int64_t cpuNs = -1;
   // Negative: none.
   int64_t bytes = -1;
   int64_t peer = -1;
@@ -28,6 +31,8 @@ struct TimelineEvent {
   // What it is about, mostly a bucket.
   TimelineLabel label = nullptr;
 };
+
+int64_t clockNs(clockid_t clock);
 
 // Whose events: the file shows the rank as the process.
 struct TimelineOwner {

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from baguarun.comm import timeline
-from benchmarks.recovery_calm import _launching, _spans_s, _threads_s
+from benchmarks.recovery_calm import _launching, _spans, _threads_s
 
 
 def test_spans_are_those_of_in_place_training_between_two_moments(tmp_path: Path) -> None:
@@ -28,9 +28,11 @@ def test_spans_are_those_of_in_place_training_between_two_moments(tmp_path: Path
             pass
     finally:
         timeline.stop()
-    found = _spans_s(path, began_s, ended_s)
+    found = _spans(path, began_s, ended_s)
     assert {name: len(durations) for name, durations in found.items()} == {"commit": 2, "around": 2}
-    assert all(duration >= 0.01 for durations in found.values() for duration in durations)
+    spans = [span for each in found.values() for span in each]
+    # They slept.
+    assert all(span.wall_s >= 0.01 and 0 < span.cpu_s < span.wall_s for span in spans)
 
 
 def test_what_launches_is_all_below_the_agents_but_the_workers() -> None:

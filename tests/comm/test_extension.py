@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,13 @@ import torch
 
 from baguarun.comm import extension
 from baguarun.errors import SetupError
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    extension.load_extension.cache_clear()
+    yield
+    extension.load_extension.cache_clear()
 
 
 def test_another_minor_version_of_torch_is_named_with_the_remedy() -> None:

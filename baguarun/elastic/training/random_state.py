@@ -14,6 +14,8 @@ import torch
 _MT19937_NUMBERS = 624
 _MT19937_BYTES = 4 * (_MT19937_NUMBERS + 1)
 """What Python's and numpy's default generators are made of: 624 numbers, and how many of them are used up."""
+_MARK_BYTES = 64
+"""Of each end: whatever is drawn, or seeded, changes some of it."""
 
 
 class RandomState:
@@ -53,13 +55,16 @@ class _PythonState:
         # CPython's RandomObject, behind what every object begins with: how many are used up, and the numbers.
         self._memory = _memory_at(id(self._generator) + object.__basicsize__)
         self._is_known = self._is_laid_out_so()
+        self._mark: Any = None
         self._kept: Any = None
 
     def take(self) -> None:
-        if self._is_known:
-            self._kept = bytes(self._memory), self._generator.gauss_next
-        else:
+        if not self._is_known:
             self._kept = random.getstate()
+            return
+        mark, gauss = _mark_of(self._memory), self._generator.gauss_next
+        if (mark, gauss) != self._mark:
+            self._mark, self._kept = (mark, gauss), (bytes(self._memory), gauss)
 
     def put_back(self) -> None:
         random.setstate(_python_state(*self._kept) if self._is_known else self._kept)
@@ -80,6 +85,11 @@ def _memory_at(address: int) -> memoryview:
     return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")
 
 
+def _mark_of(memory: memoryview) -> bytes:
+    """By which a generator of 624 numbers is known to stand where it stood, in place of all of them."""
+    return bytes(memory[:_MARK_BYTES]) + bytes(memory[-_MARK_BYTES:])
+
+
 class _NumpyState:
     """Of `numpy.random`, which takes longest to say where it stands, and few steps draw from it."""
 
@@ -87,7 +97,7 @@ class _NumpyState:
         self._bits: Any = None
         # Its numbers, if it is an MT19937.
         self._memory: memoryview | None = None
-        self._numbers = b""
+        self._mark = b""
         self._kept: Any = None
 
     def take(self, generator: Any) -> None:
@@ -96,11 +106,11 @@ class _NumpyState:
             is_usual = isinstance(bits, generator.MT19937)
             self._bits, self._memory = bits, _memory_at(bits.ctypes.state_address) if is_usual else None
             self._kept = None
-        is_usual, numbers = self._memory is not None, bytes(self._memory or b"")
+        is_usual, mark = self._memory is not None, b"" if self._memory is None else _mark_of(self._memory)
         # A normal number that numpy keeps for the next draw changes nothing else when it is drawn.
         has_gauss = is_usual and self._kept is not None and self._kept[3]
-        if self._kept is None or not is_usual or has_gauss or numbers != self._numbers:
-            self._kept, self._numbers = generator.get_state(legacy=is_usual), numbers
+        if self._kept is None or not is_usual or has_gauss or mark != self._mark:
+            self._kept, self._mark = generator.get_state(legacy=is_usual), mark
 
     def put_back(self, generator: Any) -> None:
         if self._kept is not None:

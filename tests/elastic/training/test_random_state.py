@@ -48,6 +48,23 @@ def test_another_generator_in_numpys_place_is_kept_as_well(steps: int) -> None:
     assert [numpy.random.standard_normal(), numpy.random.standard_normal()] == drawn
 
 
+SEEDS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": numpy.random.seed}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_generator_that_was_seeded_anew_is_told_from_itself(name: str) -> None:
+    kept = RandomState()
+    SEEDS[name](1)
+    kept.take()
+    # All seeds have some numbers in common.
+    SEEDS[name](2)
+    kept.take()
+    drawn = DRAWS[name]()
+    SEEDS[name](1)
+    kept.put_back()
+    assert DRAWS[name]() == drawn
+
+
 def test_nothing_drawn_leaves_all_as_it_is() -> None:
     kept = RandomState()
     kept.take()
