@@ -21,7 +21,7 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)
-SOURCE_DIRS = ("engine", "codec", "net", "control", "c10d", "bindings")
+SOURCE_DIRS = ("engine", "codec", "net", "control", "c10d", "elastic", "bindings")
 # A face of the transport for tests without torch.
 LEFT_OUT = {"shm_capi.cc"}
 BUILDING_COMMANDS = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}

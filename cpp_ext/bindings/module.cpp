@@ -6,6 +6,7 @@
 
 #include "bindings/backend.h"
 #include "bindings/control.h"
+#include "bindings/elastic.h"
 #include "bindings/exchanges.h"
 #include "bindings/timeline.h"
 #include "codec/codec.h"
@@ -256,6 +257,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindExchanges(module);
   bindings::bindBackend(module);
   bindings::bindControl(module);
+  bindings::bindElastic(module);
   bindings::bindTimeline(module);
   module.def(
       "broadcast_coalesced",

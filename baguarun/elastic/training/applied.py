@@ -15,6 +15,9 @@ from baguarun.errors import UsageError
 
 Optimizer = torch.optim.Optimizer
 
+_UNCHANGING = frozenset({bool, int, float, str, type(None)})
+"""What most settings are. To ask whether a value is a tensor takes longer than all else."""
+
 
 class AppliedSteps:
     """Watches `optimizers`. Threads: the one that trains."""
@@ -155,7 +158,7 @@ class AppliedSteps:
         for group, before, kept in zip(groups, self._before, self._groups[index], strict=True):
             for name, value in before.items():
                 # Optimizers that keep counters or estimates in their groups.
-                if name != "lr" and not _same(group[name], value):
+                if group[name] is not value and name != "lr" and not _same(group[name], value):
                     kept[name] = _copy(group[name])
 
 
@@ -168,7 +171,11 @@ def _require_outside_backward(optimizer: Optimizer) -> None:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in group.items() if name != "params"}
+    return {
+        name: value if type(value) in _UNCHANGING else _copy(value)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -7,17 +7,16 @@ forward, backward and the script change goes back when a step is done again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.extension import load_extension
 from baguarun.elastic.training import values
 from baguarun.elastic.training.random_state import RandomState
-
-_Copied = tuple[torch.Tensor, torch.Tensor]
 
 
 class CommittedCopies:
@@ -55,12 +54,12 @@ class CommittedCopies:
         self._plain = [name for name, value in captured.items() if not values.is_stateful(value)]
         self._kept: list[Any] = []
         self._values: dict[str, Any] = {}
-        self._tensors: list[_Copied] = []
-        self._frozen: list[_Copied] = []
+        self._tensors = load_extension().TensorCopies()
+        self._frozen = load_extension().TensorCopies()
         self._frozen_versions: list[tuple[int, int]] = []
         self._random = RandomState()
         # As the step that is only gone through once more has left them.
-        self._after_step: list[_Copied] | None = None
+        self._after_step: Any = None
         self._random_after_step = RandomState()
 
     @property
@@ -71,7 +70,7 @@ class CommittedCopies:
     def commit(self, captured: Mapping[str, Any]) -> None:
         """Remember everything as it is now, residuals of error feedback included."""
         self._forget_second_pass()
-        self._tensors = _copied(self._often_changed(), self._tensors)
+        self._tensors.take(self._often_changed())
         self._copy_frozen()
         self._kept = [values.capture(value) for value in self._objects]
         self._values = {name: values.capture(captured[name]) for name in self._plain}
@@ -88,8 +87,8 @@ class CommittedCopies:
         """
         if is_applied and self._after_step is None:
             self.begin_second_pass()
-        _put_back(self._often_changed(), self._tensors)
-        _put_back(self._seldom_changed, self._frozen)
+        self._tensors.put_back(self._often_changed())
+        self._frozen.put_back(self._seldom_changed)
         for value, kept in zip(self._objects, self._kept, strict=True):
             # Of a copy: many take over what they are given, and change it in the next step.
             values.restore(value, copy.deepcopy(kept))
@@ -101,7 +100,8 @@ class CommittedCopies:
 
     def begin_second_pass(self) -> None:
         """What models and algorithms have now is what they have at the next `commit`."""
-        self._after_step = _copied(self._buffers(only_wrapped=True), [])
+        self._after_step = load_extension().TensorCopies()
+        self._after_step.take(self._buffers(only_wrapped=True))
         self._random_after_step.take()
         for model in self._wrapped:
             model.commit()
@@ -109,7 +109,7 @@ class CommittedCopies:
     def _forget_second_pass(self) -> None:
         if self._after_step is None:
             return
-        _put_back(self._buffers(only_wrapped=True), self._after_step)
+        self._after_step.put_back(self._buffers(only_wrapped=True))
         self._after_step = None
         self._random_after_step.put_back()
         for model in self._wrapped:
@@ -133,28 +133,8 @@ class CommittedCopies:
         """Parameters of wrapped models that no optimizer trains: seldom changed, and maybe most of them."""
         versions = [(parameter.data_ptr(), parameter._version) for parameter in self._seldom_changed]
         if versions != self._frozen_versions:
-            self._frozen = _copied(self._seldom_changed, self._frozen)
+            self._frozen.take(self._seldom_changed)
             self._frozen_versions = versions
 
     def _untrained(self, model: nn.Module) -> Iterator[nn.Parameter]:
         return (parameter for parameter in model.parameters() if id(parameter) not in self._trained)
-
-
-def _copied(live: Sequence[torch.Tensor], before: list[_Copied]) -> list[_Copied]:
-    """`live` tensors, each with a copy, in the memory of the copies made before if it fits."""
-    with torch.no_grad():
-        if len(live) == len(before) and all(
-            tensor is known and tensor.shape == kept.shape and tensor.dtype == kept.dtype
-            for tensor, (known, kept) in zip(live, before, strict=True)
-        ):
-            if live:
-                torch._foreach_copy_([kept for _, kept in before], list(live))
-            return before
-        return [(tensor, tensor.detach().clone()) for tensor in live]
-
-
-def _put_back(live: Sequence[torch.Tensor], copied: Sequence[_Copied]) -> None:
-    """Into the tensors that are there now: a module may have put another one in a buffer's place."""
-    with torch.no_grad():
-        for tensor, (_, kept) in zip(live, copied, strict=True):
-            tensor.copy_(kept)

@@ -73,7 +73,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    if isinstance(value, _UNCHANGING):
+    if type(value) in _UNCHANGING:
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from baguarun.comm.extension import load_extension
 from baguarun.elastic.training.committed import CommittedCopies
 from baguarun.elastic.training.learning_rates import scale_learning_rates
 
@@ -73,3 +75,51 @@ def test_a_learning_rate_that_was_scaled_for_a_broken_step_does_not_come_back() 
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "in a row": lambda: torch.randn(3, 4),
+    "a number": lambda: torch.tensor(7),
+    "empty": lambda: torch.empty(0, 3),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "part of another": lambda: torch.randn(4, 6)[1:3, ::2],
+    "a negative view": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "bfloat16": lambda: torch.randn(9).bfloat16(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_a_tensor_of_any_kind_is_put_back(make: Callable[[], torch.Tensor]) -> None:
+    live = make()
+    copies = load_extension().TensorCopies()
+    copies.take([live])
+    live.mul_(2)
+    # Into the memory of the first copy.
+    copies.take([live])
+    taken, before = live.clone(), live._version
+    live.mul_(3)
+    copies.put_back([live])
+    assert torch.equal(live.to_dense(), taken.to_dense())
+    # As autograd wants to know.
+    assert live._version > before + 1
+
+
+def test_other_tensors_and_other_sizes_are_copied_anew() -> None:
+    copies = load_extension().TensorCopies()
+    first, second = torch.zeros(3), torch.ones(3)
+    copies.take([first])
+    copies.take([second])
+    second.data = torch.full((5,), 2.0)
+    copies.take([second])
+    second.zero_()
+    copies.put_back([second])
+    assert second.tolist() == [2.0] * 5
+    assert first.tolist() == [0.0] * 3
+    second.data = torch.full((5,), 0.5, dtype=torch.float64)
+    copies.take([second])
+    second.zero_()
+    copies.put_back([second])
+    assert second.tolist() == [0.5] * 5
+    with pytest.raises(ValueError, match="1 tensors were taken, 2 are to be put back"):
+        copies.put_back([first, second])
