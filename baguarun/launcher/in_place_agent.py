@@ -24,7 +24,7 @@ _NO_SURVIVOR_S = 1.0
 """Where no local worker can say that the World makes progress: after this a lost one is replaced."""
 _MAX_PAUSE_S = 30.0
 """Between two starts of newcomers that fail one after the other."""
-_PING_PART = 1 / 4
+_PING_PART = 1 / 3
 """Of the detection time, between two questions to workers that have answered the last one."""
 _SILENT_PING_PART = 1 / 16
 """While one has not: so much later at most is its silence noticed."""

@@ -82,11 +82,14 @@ class AppliedSteps:
         has_overflowed = any(now < then for now, then in zip(scales, self._scales, strict=True))
         if any(self._taken) and not has_overflowed:
             self._per_commit = self._taken
-        self.begin()
+        self._begin_with(scales)
 
     def begin(self) -> None:
         """Count from zero, and keep the optimizers' settings (learning rates) as they are."""
-        self._scales = [scaler.get_scale() for scaler in self._scalers]
+        self._begin_with([scaler.get_scale() for scaler in self._scalers])
+
+    def _begin_with(self, scales: list[float]) -> None:
+        self._scales = scales
         self._taken = [0] * len(self._optimizers)
         self._skip = [0] * len(self._optimizers)
         self._groups = [[_settings(group) for group in each.param_groups] for each in self._optimizers]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import made_over
 
-_ASK_EVERY_S = 0.2
+_ASK_EVERY_S = 0.3
 """Time between two questions, about: a World is left so much later. Ranks that are not in step look at an
 answer where they ask again, and so ask twice as often."""
 _MOST_COMMITS = 16
