@@ -11,13 +11,13 @@ from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import made_over
 
 _ASK_EVERY_S = 0.3
-"""Time between two questions, about: a World is left so much later. Ranks that are not in step look at an
-answer where they ask again, and so ask twice as often."""
+"""Time between two questions, about: a World is left so much later."""
 _MOST_COMMITS = 16
 """Between two questions, however short steps are: the next ones may be long."""
+_ASK_RELAXED_EVERY_S = 0.1
+"""The same where ranks are not in step, and look at an answer where they ask again."""
 _RELAXED_COMMITS = (2, 8)
-"""The least and the most between two questions where ranks are not in step: nobody who is that far behind
-holds the others up."""
+"""The least and the most between two questions there: nobody who is that far behind holds the others up."""
 
 
 class SwitchBoundary:
@@ -124,5 +124,5 @@ class SwitchBoundary:
         now_s = time.monotonic()
         commits, elapsed_s = max(self._ask_at - self.asked_at, 1), now_s - self._asked_at_s
         self._asked_at_s = now_s
-        every_s = _ASK_EVERY_S if self._in_step else _ASK_EVERY_S / 2
+        every_s = _ASK_EVERY_S if self._in_step else _ASK_RELAXED_EVERY_S
         return max(1, min(round(every_s * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))

@@ -155,7 +155,7 @@ def run_script(script: Script) -> None:
     interrupt_meeting(at)
     interrupt_streaming(at)
     # Asked at every commit, as slow steps are: a test says where its World is left.
-    switching._ASK_EVERY_S = 0.0
+    switching._ASK_EVERY_S = switching._ASK_RELAXED_EVERY_S = 0.0
 
     def weights() -> dict[str, Any]:
         return {"weights": [value.tolist() for value in net.parameters()]} if script.shows_weights else {}

@@ -16,7 +16,7 @@ COMMITS = 100
 
 def _left_at(in_step: bool, ask_every_s: float) -> tuple[int, int, int]:
     """The commit at which this rank leaves, for which generation, and how often ranks were asked."""
-    switching._ASK_EVERY_S = ask_every_s
+    switching._ASK_EVERY_S = switching._ASK_RELAXED_EVERY_S = ask_every_s
     boundary = SwitchBoundary(1, in_step=in_step)
     asked = set()
     for commit in range(1, COMMITS):
