@@ -93,6 +93,42 @@ def source_of(steps: int, group: dist.ProcessGroup, device: torch.device) -> tup
     return everyone.tolist().index(most), most
 
 
+def share_what_differs(
+    tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup, *, is_known: bool
+) -> None:
+    """As `share`, but to those ranks only whose `tensors` are others; `is_known`: this rank's are not just
+    memory. On accelerators, to all. Collective."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    # What is not known is like no other's.
+    digest = load_extension().checksum(tensors) if is_known and tensors[0].is_cpu else rank
+    found = torch.zeros(world_size, 2, dtype=torch.int64, device=tensors[0].device)
+    found[rank] = torch.tensor([is_known, digest])
+    try:
+        dist.all_reduce(found, group=group)
+        rows = found.tolist()
+        others = [each for each in range(world_size) if each != source and rows[each] != rows[source]]
+        if len(others) == world_size - 1:
+            share(tensors, source, group)
+        elif rank == source:
+            _exchange(
+                [
+                    dist.P2POp(dist.isend, each, group=group, group_peer=other)
+                    for other in others
+                    for each in tensors
+                ]
+            )
+        elif rank in others:
+            _exchange([dist.P2POp(dist.irecv, each, group=group, group_peer=source) for each in tensors])
+    except RuntimeError as error:
+        raise CommunicationError(f"sharing the algorithm's state failed: {error}") from error
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
 def share(tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite `tensors` on all ranks by those of rank `source` of `group`. Collective."""
     root = dist.get_global_rank(group, source)

@@ -18,7 +18,7 @@ from baguarun.comm.algorithms.stepper import (
     finish_at_exit,
     require_range,
 )
-from baguarun.comm.legacy import share
+from baguarun.comm.legacy import share_what_differs
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
@@ -218,10 +218,13 @@ class OuterStepper(Stepper):
         else:
             for fragment, (outer, momentum) in zip(self._fragments, left["fragments"], strict=True):
                 fragment.outer, fragment.momentum = outer, momentum
-        for fragment in self._fragments:
-            if left is None and source == self.context.rank:
+        is_source = source == self.context.rank
+        if left is None and is_source:
+            for fragment in self._fragments:
                 fragment.begin()
-            share([*fragment.outer, *fragment.momentum], source, self.context.group)
+        tensors = [tensor for each in self._fragments for tensor in (*each.outer, *each.momentum)]
+        # Survivors have the same but for an outer step that only some of them have come to.
+        share_what_differs(tensors, source, self.context.group, is_known=left is not None or is_source)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state["fragments"]
