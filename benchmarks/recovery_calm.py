@@ -8,6 +8,7 @@ kept beside it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -142,8 +143,10 @@ def _threads_s(pid: int) -> dict[str, float]:
     """CPU time of the threads of a process, by name."""
     found: dict[str, float] = defaultdict(float)
     for task in Path(f"/proc/{pid}/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
+        # One may end meanwhile.
+        with contextlib.suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from baguarun.comm import timeline
 from baguarun.comm.algorithms.stepper import Stepper
@@ -27,6 +28,7 @@ class StepBoundary:
         been taken, and what the script does for it is to be done, too."""
         self._stepper = stepper
         self._held: Exception | None = None
+        self._hooks: list[RemovableHandle] = []
         self._waiting_for = {id(optimizer) for optimizer in optimizers}
         self._stepped: set[int] = set()
         self._stepping = False
@@ -45,6 +47,17 @@ class StepBoundary:
             )
         if self._trained and not self._stepping:
             self._end()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step was left out, which ends at the next forward."""
+        return self._trained
+
+    def close(self) -> None:
+        """No step ends here any more, whatever still holds this object; an error that is held is dropped."""
+        self._held = None
+        for hook in self._hooks:
+            hook.remove()
 
     def require_ended(self) -> None:
         """Raise, once, what broke the exchange at the end of the last step if that was held."""
@@ -75,6 +88,7 @@ class StepBoundary:
                 boundary._after_step(id(optimizer))
 
         handles = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+        self._hooks += handles
         for handle in handles:
             remove: Callable[[], None] = handle.remove
             weakref.finalize(self, remove)
@@ -94,8 +108,9 @@ class StepBoundary:
             except (CommunicationError, dist.DistError) as error:
                 if not self.holds_errors:
                     raise
-                # Without its frames, which hold this object.
+                # Without frames, which hold this object; what it came of is in its text.
                 self._held = error.with_traceback(None)
+                error.__cause__ = error.__context__ = None
 
     def _end(self) -> None:
         if not self._prepared:

@@ -186,6 +186,8 @@ class DataParallelSession:
         if self._stepper is not None:
             weights = self._stepper.context.weights
             legacy = dataclasses.replace(legacy, stepper=self._stepper.hand_over(), weights=weights)
+        if self._boundary is not None:
+            self._boundary.close()
         for parameter in self._parameters:
             parameter.grad = None
         self._engine = self._staged = self._memory = self._stepper = self._boundary = None
@@ -206,7 +208,10 @@ class DataParallelSession:
 
     def shared_steps(self) -> tuple[int, int]:
         """Of an algorithm that exchanges weights: steps so far, and how many of them others have, too."""
-        return (0, 0) if self._stepper is None else (self._stepper.steps, self._stepper.shared_steps)
+        if self._stepper is None or self._boundary is None:
+            return 0, 0
+        # A step that a GradScaler has left out here may not have been on other ranks.
+        return self._stepper.steps + self._boundary.is_open, self._stepper.shared_steps
 
     def keep_committed(self, keep: bool) -> None:
         """Between steps: whether `roll_back` is to be possible."""

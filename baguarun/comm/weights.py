@@ -44,7 +44,9 @@ class FlatWeights:
 
     def keep_spare(self, count: int, *, exact: bool = False) -> None:
         """Make so many copies for `empty_copy` ahead and write to them: to be given fresh pages takes longer
-        than what they are for."""
+        than what they are for. On the CPU only."""
+        if not all(buffer.is_cpu for buffer in self.buffers):
+            return
         self._spare = [self.empty_copy(exact=exact) for _ in range(count)]
         for tensor in (tensor for spare in self._spare for tensor in spare):
             tensor.zero_()

@@ -26,8 +26,11 @@ _MAX_PAUSE_S = 30.0
 """Between two starts of newcomers that fail one after the other."""
 _PING_PART = 1 / 3
 """Of the detection time, between two questions to workers that have answered the last one."""
+_LONGEST_PING_S = 1.0
 _SILENT_PING_PART = 1 / 16
 """While one has not: so much later at most is its silence noticed."""
+_SLEPT_PART = 1 / 4
+"""Of the detection time: an agent that stood for so long longer than it wished blames no worker for it."""
 _PACES_EVERY_S = 10.0
 """Between two words to the store about how steps go."""
 _LATE_S = 60.0
@@ -384,10 +387,12 @@ class InPlaceAgent(NodeAgent):
         loop = asyncio.get_running_loop()
         part = _PING_PART
         while True:
-            before_s, interval_s = loop.time(), self._settings.detect_timeout_s * part
+            before_s = loop.time()
+            interval_s = min(self._settings.detect_timeout_s * part, _LONGEST_PING_S)
             await asyncio.sleep(interval_s)
             now_s = loop.time()
-            if now_s - before_s > 2 * interval_s:
+            has_slept = now_s - before_s - interval_s > self._settings.detect_timeout_s * _SLEPT_PART
+            if has_slept:
                 self._hangs.slept(now_s - before_s)
             await self._hangs.look()
             part = _PING_PART
@@ -395,7 +400,7 @@ class InPlaceAgent(NodeAgent):
                 if not worker.entered:
                     self._mention_late(worker, now_s)
                     continue
-                if now_s - before_s > 2 * interval_s:
+                if has_slept:
                     # It was us who slept.
                     worker.heard_s = now_s
                 if worker.signs.is_lost(now_s - worker.heard_s):

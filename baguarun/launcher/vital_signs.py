@@ -43,7 +43,7 @@ class VitalSigns:
         self._before: tuple[float, float | None] | None = None
 
     def is_lost(self, silent_s: float) -> bool:
-        """To be asked several times in each half of the detection time, with the silence so far."""
+        """To be asked several times in the second half of the detection time, with the silence so far."""
         if silent_s <= self._detect_timeout_s / 2:
             self._before = None
             return False

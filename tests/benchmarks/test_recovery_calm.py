@@ -39,7 +39,9 @@ def test_what_launches_is_all_below_the_agents_but_the_workers() -> None:
     nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE) as below:
         try:
+            deadline_s = time.monotonic() + 60
             while len(_launching([below.pid], ())) < 2:
+                assert time.monotonic() < deadline_s
                 time.sleep(0.01)
             own, child = _launching([below.pid], ())
             assert own == below.pid

@@ -87,11 +87,9 @@ def train(state: State, loader: DataLoader, log: int, args: argparse.Namespace) 
             state.scaler.step(state.optimizer)
             state.scaler.update()
             state.scheduler.step()
-            epoch, began_s, cpu_began_s = state.epoch, time.perf_counter(), time.thread_time()
+            epoch = state.epoch
             state.commit()
-            commit_cpu_s, commit_s = time.thread_time() - cpu_began_s, time.perf_counter() - began_s
             line = {"epoch": epoch, "samples": numbers, "loss": loss.item()}
-            line |= {"commit_s": commit_s, "commit_cpu_s": commit_cpu_s, "cpu_s": time.process_time()}
             line |= {"lost_samples": state.lost_samples, "missed_samples": state.missed_samples}
             if args.digests:
                 line |= {"weights": digest(state)}

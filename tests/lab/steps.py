@@ -28,12 +28,6 @@ class Step:
     samples: Sequence[int] = ()
     """What this worker trained on in the step."""
     loss: float = 0.0
-    commit_s: float = 0.0
-    """How long commit() took."""
-    commit_cpu_s: float = 0.0
-    """What the thread that trains used of a core in it."""
-    cpu_s: float = 0.0
-    """What the worker's process has used so far."""
     lost_samples: int = 0
     """Of which it was reported that their effect was lost with a worker."""
     missed_samples: int = 0

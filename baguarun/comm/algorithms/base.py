@@ -119,6 +119,10 @@ class Algorithm(ABC):
         del engine
         return None
 
+    def exchanges_with_few(self) -> bool:
+        """Whether an exchange of weights is with some other ranks, and others hear of it by and by."""
+        return False
+
     def hierarchy(self) -> Hierarchical:
         """Whether exchanges go by rail between nodes; False unless the algorithm has the setting."""
         return False

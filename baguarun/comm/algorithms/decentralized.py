@@ -83,6 +83,9 @@ class Decentralized(Algorithm):
     def hierarchy(self) -> Hierarchical:
         return self.hierarchical
 
+    def exchanges_with_few(self) -> bool:
+        return PeerSelection(self.peer_selection_mode) is not PeerSelection.ALL
+
     def prepare(self, weights: FlatWeights) -> None:
         weights.keep_spare(1)
 

@@ -239,6 +239,7 @@ class OuterStepper(Stepper):
         for fragment, kept in zip(self._fragments, saved, strict=True):
             # What is under way here ends on all ranks and is then forgotten on all.
             fragment.average_change()
+            fragment.shared_steps = 0
             for own, other in zip(
                 [*fragment.outer, *fragment.momentum], kept["outer"] + kept["momentum"], strict=True
             ):

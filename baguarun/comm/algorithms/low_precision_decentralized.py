@@ -76,6 +76,9 @@ class LowPrecisionDecentralized(Algorithm):
                 "workers is not there yet; want False (a ring of all ranks) or one worker per node"
             )
 
+    def exchanges_with_few(self) -> bool:
+        return True
+
     def prepare(self, weights: FlatWeights) -> None:
         weights.keep_spare(3, exact=True)
 
@@ -167,6 +170,7 @@ class RingStepper(Stepper):
             # From a World of two or to one there are not as many; whatever differs is sent again.
             torch._foreach_copy_(copies, saved[index] if index < len(saved) else state["own"])
         self._linked, self._resumed = False, True
+        self._sent_steps = 0
 
     def _keep_linked(self, exchange: int) -> None:
         every, check_every = self._settings.resync_interval, self._settings.check_interval

@@ -59,7 +59,8 @@ class Stepper:
         self.steps = 0
         """Steps ended since the start of training, resumed ones included."""
         self.shared_steps = 0
-        """So many of `steps` are in what ranks have of each other, all of whose exchanges ended well here."""
+        """So many of `steps` are in what this rank was given of others, by exchanges that have ended well; of
+        NCCL's the host knows only that they were begun."""
         self.rounds = 0
         """Exchanges of weights that were started."""
         self.bytes_sent = 0
@@ -92,6 +93,7 @@ class Stepper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; the weights are restored by the caller, before."""
         self.steps = int(state["steps"])
+        self.shared_steps = 0
 
     def hand_over(self) -> dict[str, Any]:
         """What the stepper of the next World begins with. The group is gone: waits for nobody."""

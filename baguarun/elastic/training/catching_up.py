@@ -19,7 +19,6 @@ from baguarun.elastic.training.committed import CommittedCopies
 from baguarun.elastic.training.dealt import Account, settle
 from baguarun.elastic.training.positions import Standing, plan
 from baguarun.elastic.training.random_state import begin_stream
-from baguarun.elastic.training.sampler import ElasticSampler
 from baguarun.elastic.training.state import State
 from baguarun.elastic.training.streaming import Landing
 
@@ -153,7 +152,7 @@ class CatchingUp:
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
         state._go_to(steps, places)
         self._is_whole = True
-        self._shared_to = []
+        self._shared_to = self._places()
         self._unshared.clear()
         self._places_at.clear()
 
@@ -196,6 +195,7 @@ class CatchingUp:
         """
         state = self._state
         mine = self._accounts if standings[dist.get_rank()].valid else None
+        with_few = any(model.algorithm.exchanges_with_few() for model in self._models)
         everyone: list[tuple[bool, list[Account]] | None] = [None] * len(standings)
         dist.all_gather_object(everyone, None if mine is None else (self._is_whole, mine))
         known = [entry for entry in everyone if entry is not None]
@@ -207,10 +207,11 @@ class CatchingUp:
             self._follow(top, [rank for rank in valid if rank != top])
             slots = zip(*(accounts for _, accounts in known), strict=False)
             for sampler, accounts in zip(state._samplers, slots, strict=False):
-                settlement = settle(accounts)
-                behind = settlement.left_behind + self._left_in_older_epoch(sampler, len(known))
+                settlement = settle(
+                    accounts, length=sampler.length, world_size=self._old_world_size, with_few=with_few
+                )
                 sampler.go_on_from(settlement)
-                self._report(settlement.redealt, behind)
+                self._report(settlement.redealt, settlement.left_behind)
             state._committed_places = state._places = state._all_places()
             state._steps = standings[top].committed
             self.applied.commit()
@@ -220,18 +221,9 @@ class CatchingUp:
         samplers = self._state._samplers
         shared_to = self._shared_to + [(0, 0)] * len(samplers)
         return [
-            sampler.account(shared_to=place if epoch == sampler.epoch else 0, is_whole=self._is_whole)
-            for sampler, (epoch, place) in zip(samplers, shared_to, strict=False)
+            sampler.account(shared_to=place, is_whole=self._is_whole)
+            for sampler, place in zip(samplers, shared_to, strict=False)
         ]
-
-    def _left_in_older_epoch(self, sampler: ElasticSampler, survivors: int) -> int:
-        """About how many samples of an epoch that all survivors have ended the lost ones had not come to."""
-        index = self._state._samplers.index(sampler)
-        epoch, place = self._shared_to[index] if index < len(self._shared_to) else (sampler.epoch, 0)
-        if epoch >= sampler.epoch:
-            return 0
-        lost = max(self._old_world_size - survivors, 0)
-        return (sampler.length - place) * lost // self._old_world_size
 
     def _follow(self, top: int, others: Sequence[int]) -> None:
         if dist.get_rank() == top:

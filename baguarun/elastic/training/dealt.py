@@ -17,10 +17,15 @@ class Account:
     """What one rank knows of one epoch's samples when its World has ended."""
 
     epoch: int
-    done: Spans
-    """Places that this rank has trained on, or that another one has and has shared."""
+    own: Spans
+    """Places that this rank has trained on."""
+    shared: Spans
+    """Places that any rank has trained on and has shared, as far as this rank knows."""
     dealt: Spans
     """Places that were dealt to any rank, in steps that this rank has done."""
+    shared_to: tuple[int, int]
+    """Epoch, and how many places of it in the order of dealing, up to which `shared` goes; it may be an epoch
+    before this one, and `shared` is empty then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +37,32 @@ class Settlement:
     redealt: int
     """Samples that were dealt and are dealt again: what became of them is lost with a rank."""
     left_behind: int
-    """Samples of an epoch that others have ended; they are not dealt again."""
+    """About how many samples of an epoch that others have ended nobody has trained on, or had not shared when
+    it was lost; they are not dealt again."""
 
 
-def settle(accounts: Sequence[Account]) -> Settlement:
-    """Put together what the survivors know. The newest epoch of any of them is gone on with."""
+def settle(accounts: Sequence[Account], *, length: int, world_size: int, with_few: bool) -> Settlement:
+    """Put together what the survivors of a World of `world_size` know of an epoch of so many samples. The
+    newest epoch of any of them is gone on with.
+
+    `with_few`: a rank shares with some others at a time, so that only one who waited for the lost knows how
+    far they had come: who claims least. Else what any of them was given in an exchange of all is not lost.
+    """
     epoch = max(account.epoch for account in accounts)
     present = [account for account in accounts if account.epoch == epoch]
-    behind = [account for account in accounts if account.epoch < epoch]
-    done = merge(span for account in present for span in account.done)
+    knows = (min if with_few else max)(accounts, key=lambda account: account.shared_to)
+    shared = knows.shared if knows.epoch == epoch else []
+    done = merge(span for spans in [shared, *(account.own for account in present)] for span in spans)
     dealt = merge(span for account in present for span in account.dealt)
+    ends = [size(account.dealt) for account in accounts if account.epoch < epoch]
+    if knows.shared_to[0] < epoch:
+        ends += [knows.shared_to[1]] * (world_size - len(accounts))
     return Settlement(
         epoch=epoch,
         done=done,
         redealt=size(dealt) - size(done),
-        left_behind=sum(size(account.dealt) - size(account.done) for account in behind),
+        # A rank's part of the rest of that epoch.
+        left_behind=sum((length - end) // world_size for end in ends),
     )
 
 

@@ -86,6 +86,8 @@ class InPlaceRun:
                         self._join_world()
                     result = train()
                     self._finish()
+                    for model in self._models:
+                        model.keep_committed(False)
                     return result
                 except WorldEnds:
                     self._part()
@@ -150,6 +152,8 @@ class InPlaceRun:
         """Training is done here: wait for the others, and go on with them if the World changes meanwhile."""
         assert self._boundary is not None
         self.check()
+        for model in self._models:
+            model.require_ended()
         self._look_for_news()
         if self._boundary.at_end(self._told) is not None:
             raise WorldEnds("all workers leave this World here")

@@ -128,20 +128,27 @@ class ElasticSampler(Sampler[list[int]]):
         self._rank, self._world_size = _own_place()
         self._first_cursor = self.cursor
 
-    def account(self, *, shared_to: int, is_whole: bool) -> Account:
-        """What this rank knows to be trained on. All before the place `shared_to`, as `cursor` counts, was
-        shared by all ranks; with `is_whole`, all before the cursor was."""
-        whole = self.cursor if is_whole else max(shared_to, self._first_cursor)
-        done = [(0, whole)]
+    def account(self, *, shared_to: tuple[int, int], is_whole: bool) -> Account:
+        """What this rank knows to be trained on. All before the epoch and place `shared_to`, as `cursor`
+        counts, was shared by all ranks; with `is_whole`, all before the cursor was."""
+        if is_whole:
+            shared_to = self.epoch, self.cursor
+        elif shared_to[0] == self.epoch or self._first_cursor > 0:
+            # Where dealing began in this World all ranks were alike.
+            place = shared_to[1] if shared_to[0] == self.epoch else 0
+            shared_to = self.epoch, max(place, self._first_cursor)
+        own = []
         for deal in self._deals_from(self._first_cursor):
             if deal.end > self.cursor:
                 break
             share = deal.share(self._rank)
-            done.append((share.start, share.stop))
+            own.append((share.start, share.stop))
         return Account(
             epoch=self.epoch,
-            done=self._in_order(done),
+            own=self._in_order(own),
+            shared=self._in_order([(0, shared_to[1])]) if shared_to[0] == self.epoch else [],
             dealt=self._in_order([(0, self.cursor)]),
+            shared_to=shared_to,
         )
 
     def go_on_from(self, settlement: Settlement) -> None:

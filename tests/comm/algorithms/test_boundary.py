@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -193,7 +195,23 @@ def test_ranks_know_which_steps_others_have_what_came_of() -> None:
         assert found == [list(zip(range(1, 7), shared, strict=True)) for shared in SHARED.values()]
 
 
-def lose_a_peer_in_the_exchange(holds: bool) -> list[str]:
+def leave_steps_out() -> list[tuple[int, int]]:
+    """As GradScaler does on one rank: what the others did in such a step is theirs alone."""
+    model, _, optimizer = one_number(LocalSGD(local_steps=2))
+    found = []
+    for step in range(4):
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        if step != 2 or dist.get_rank() == 1:
+            optimizer.step()
+        found.append(model.shared_steps())
+    return found
+
+
+def test_a_step_that_was_left_out_here_is_not_shared_for_that() -> None:
+    assert run_ranks(leave_steps_out, 2) == [[(1, 0), (2, 2), (3, 2), (4, 4)]] * 2
+
+
+def lose_a_peer_in_the_exchange(holds: bool, later: str) -> list[str]:
     """Of two ranks the second goes before the second step's average."""
     model, weight, optimizer = one_number(LocalSGD(local_steps=2))
     model.keep_committed(holds)
@@ -209,7 +227,8 @@ def lose_a_peer_in_the_exchange(holds: bool) -> list[str]:
         except CommunicationError:
             happened.append("step() raised")
     happened.append(f"weight {weight.item():g}")
-    for call in (model.require_ended, lambda: model(data), model.require_ended):
+    calls = {"asked": model.require_ended, "forward": lambda: model(data)}
+    for call in (calls[later], *calls.values()):
         try:
             call()
         except CommunicationError:
@@ -217,9 +236,28 @@ def lose_a_peer_in_the_exchange(holds: bool) -> list[str]:
     return happened
 
 
+@pytest.mark.parametrize("later", ["asked", "forward"])
 @pytest.mark.parametrize(("holds", "told"), [(False, ["step() raised"]), (True, [])])
 def test_an_exchange_that_breaks_behind_a_step_is_told_of_later_if_steps_are_to_be_committed(
-    holds: bool, told: list[str]
+    holds: bool, told: list[str], later: str
 ) -> None:
-    found, _ = run_ranks(lose_a_peer_in_the_exchange, 2, holds)
+    found, _ = run_ranks(lose_a_peer_in_the_exchange, 2, holds, later)
     assert found == [*told, "weight 2", *(["raised later"] if holds else [])]
+
+
+def forget_the_error() -> tuple[bool, int]:
+    """The World changes before anybody has asked."""
+    model, _, optimizer = one_number(LocalSGD(local_steps=1))
+    model.keep_committed()
+    model(-torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    if dist.get_rank() == 1:
+        return True, 0
+    optimizer.step()
+    gc.disable()
+    left = weakref.ref(model._session._boundary)
+    model._session.close()
+    return left() is None, len(optimizer._optimizer_step_post_hooks)
+
+
+def test_an_error_that_nobody_asked_for_keeps_nothing_of_its_world() -> None:
+    assert run_ranks(forget_the_error, 2)[0] == (True, 0)

@@ -5,22 +5,39 @@ from baguarun.elastic.training.dealt import Account, complement, merge, settle, 
 
 
 def test_what_survivors_have_done_or_were_shared_is_not_dealt_again() -> None:
-    ahead = Account(epoch=1, done=[(0, 6), (8, 10)], dealt=[(0, 12)])
-    behind = Account(epoch=1, done=[(0, 8)], dealt=[(0, 8)])
-    settlement = settle([ahead, behind])
+    ahead = Account(epoch=1, own=[(8, 10)], shared=[(0, 6)], dealt=[(0, 12)], shared_to=(1, 6))
+    behind = Account(epoch=1, own=[(6, 8)], shared=[(0, 3)], dealt=[(0, 8)], shared_to=(1, 3))
+    settlement = settle([ahead, behind], length=20, world_size=3, with_few=False)
     assert settlement.done == [(0, 10)]
     assert (settlement.redealt, settlement.left_behind) == (2, 0)
 
 
-def test_the_newest_epoch_counts_and_what_is_left_of_older_ones_is_told() -> None:
-    settlement = settle(
-        [
-            Account(epoch=2, done=[(0, 2)], dealt=[(0, 4)]),
-            Account(epoch=1, done=[(0, 50)], dealt=[(0, 56)]),
-        ]
-    )
+def test_of_a_ring_who_waited_for_the_lost_knows_how_far_it_had_come() -> None:
+    """Four ranks with a place each in a step; rank 1 is lost after step 5, and rank 3 is opposite."""
+
+    def account(rank: int, steps: int, shared: int) -> Account:
+        own = [(4 * step + rank, 4 * step + rank + 1) for step in range(steps)]
+        end = 4 * shared
+        return Account(epoch=0, own=own, shared=[(0, end)], dealt=[(0, 4 * steps)], shared_to=(0, end))
+
+    accounts = [account(0, 6, 5), account(2, 6, 5), account(3, 7, 6)]
+    settlement = settle(accounts, length=40, world_size=4, with_few=True)
+    # Of the sixth step nobody has what rank 1 did, and nobody else has come to the end of the seventh.
+    assert complement(settlement.done, 28) == [(21, 22), (24, 27)]
+    assert settlement.redealt == 4
+
+
+def test_the_newest_epoch_counts_and_a_rank_s_part_of_the_rest_of_older_ones_is_told() -> None:
+    ahead = Account(epoch=2, own=[(0, 2)], shared=[], dealt=[(0, 4)], shared_to=(1, 40))
+    behind = Account(epoch=1, own=[(40, 45)], shared=[(0, 30)], dealt=[(0, 52)], shared_to=(1, 30))
+    settlement = settle([ahead, behind], length=64, world_size=4, with_few=False)
     assert (settlement.epoch, settlement.done) == (2, [(0, 2)])
-    assert (settlement.redealt, settlement.left_behind) == (2, 6)
+    # One that is behind has left 3 of its own, and two that are lost 6 each.
+    assert (settlement.redealt, settlement.left_behind) == (2, 3 + 2 * 6)
+    # What was shared in the new epoch includes all of the old one.
+    shared = Account(epoch=2, own=[(0, 2)], shared=[(0, 3)], dealt=[(0, 4)], shared_to=(2, 3))
+    settlement = settle([shared, behind], length=64, world_size=4, with_few=False)
+    assert (settlement.done, settlement.redealt, settlement.left_behind) == ([(0, 3)], 1, 3)
 
 
 def test_spans_are_united_turned_round_and_translated() -> None:
@@ -31,11 +48,14 @@ def test_spans_are_united_turned_round_and_translated() -> None:
 
 def test_a_sampler_deals_what_is_left_and_keeps_that_over_a_checkpoint() -> None:
     sampler = ElasticSampler(range(10), 2, shuffle=False)
-    sampler.go_on_from(settle([Account(epoch=3, done=[(0, 2), (4, 7)], dealt=[(0, 8)])]))
+    account = Account(epoch=3, own=[(4, 7)], shared=[(0, 2)], dealt=[(0, 8)], shared_to=(3, 2))
+    sampler.go_on_from(settle([account], length=10, world_size=1, with_few=False))
     again = ElasticSampler(range(10), 2, shuffle=False)
     again.load_state_dict(sampler.state_dict())
     assert list(sampler) == list(again) == [[2, 3], [7, 8], [9]]
     sampler.cursor += 2
-    assert sampler.account(shared_to=0, is_whole=True).done == [(0, 7)]
+    assert sampler.account(shared_to=(0, 0), is_whole=True).shared == [(0, 7)]
+    # Where dealing began all were alike.
+    assert sampler.account(shared_to=(2, 9), is_whole=False).shared == [(0, 2), (4, 7)]
     sampler.begin_epoch()
     assert [place for batch in sampler for place in batch] == list(range(10))
