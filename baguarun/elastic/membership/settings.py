@@ -67,7 +67,7 @@ class MembershipSettings:
     def newcomers_settle_s(self) -> float:
         """The same in place, where others train on meanwhile: a node's workers, which start at the same time
         and are ready some tenths of a second apart, make the others stand once."""
-        return 0.4
+        return 0.35
 
     @property
     def loss_settle_s(self) -> float:

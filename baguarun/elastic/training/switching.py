@@ -11,7 +11,7 @@ import torch.distributed as dist
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import made_over
 
-_ASK_EVERY_S = 0.2
+_ASK_EVERY_S = 0.25
 """Time between two questions, about: a World is left so much later."""
 _MOST_COMMITS = 16
 """Between two questions, however short steps are: the next ones may be long."""
