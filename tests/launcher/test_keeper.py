@@ -284,7 +284,7 @@ async def main(keeper):
     processes = [await keeper.spawn(request) for _ in range(2)]
     etcd = await asyncio.create_subprocess_exec("sleep", "300")
     keeper.spare(etcd.pid)
-    print("keeper", keeper.pid, etcd.pid, flush=True)
+    os.write(1, b"keeper %d %d\\n" % (keeper.pid, etcd.pid))
     try:
         await processes[0].exited
     except Exception as error:
