@@ -98,6 +98,9 @@ def share_what_differs(
 ) -> None:
     """As `share`, but to those ranks only whose `tensors` are others; `is_known`: this rank's are not just
     memory. On accelerators, to all. Collective."""
+    if not tensors:
+        # All weights are empty, on every rank.
+        return
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     # What is not known is like no other's.
     digest = load_extension().checksum(tensors) if is_known and tensors[0].is_cpu else rank

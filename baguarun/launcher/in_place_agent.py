@@ -27,6 +27,7 @@ _MAX_PAUSE_S = 30.0
 _PING_PART = 1 / 3
 """Of the detection time, between two questions to workers that have answered the last one."""
 _LONGEST_PING_S = 1.0
+"""Between two questions, however long the detection time is: answers tell whether a worker hangs, too."""
 _SILENT_PING_PART = 1 / 16
 """While one has not: so much later at most is its silence noticed."""
 _SLEPT_PART = 1 / 4
