@@ -49,3 +49,8 @@ def test_only_those_who_have_something_else_are_sent_it(
 ) -> None:
     found = run_ranks(share, 3, known, own, backend=backend)
     assert found == [([5.0], each) for each in calls]
+
+
+def test_a_model_without_weights_shares_nothing() -> None:
+    assert dist.group.WORLD is None
+    share_what_differs([], 0, dist.group.WORLD, is_known=True)  # type: ignore[arg-type]
