@@ -81,12 +81,14 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store,
   try {
     if (over) {
       GroupExchange byGroup(over, timeout);
-      join([&](const std::string& mine) { return byGroup.exchange(mine); }, timeout);
+      join([&](const std::string& mine) { return byGroup.exchange(mine); }, timeout, /*beats=*/false);
+      // Whose signs of life cost a hundred microseconds each when nothing of it is in a cache.
+      over->vouchFor(driver_);
       return;
     }
     byStore.emplace(store, rank_, size_, timeout);
     byStore->claim();
-    join([&](const std::string& mine) { return byStore->exchange(mine); }, timeout);
+    join([&](const std::string& mine) { return byStore->exchange(mine); }, timeout, /*beats=*/true);
     byStore->finish();
   } catch (const std::exception& error) {
     if (byStore) {
@@ -97,13 +99,14 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store,
   }
 }
 
-void BaguanetBackend::join(const net::BlobExchange& exchange, milliseconds timeout) {
+void BaguanetBackend::join(const net::BlobExchange& exchange, milliseconds timeout, bool beats) {
   const net::Communicator::Options options{.rank = rank_,
                                            .size = size_,
                                            .nonce = agreeOnNonce(exchange, size_),
                                            .env = net::Env::read(),
                                            .timeout = timeout,
                                            .arenaBytes = options_->arenaBytes,
+                                           .beats = beats,
                                            .check = [] { LiveGroups::ofProcess().throwIfInterrupted(); }};
   driver_ =
       std::make_shared<Driver>(std::make_unique<net::Communicator>(options, exchange), options_->group_name);

@@ -112,7 +112,7 @@ class BaguanetBackend final : public ::c10d::Backend {
   };
 
   void connect(const c10::intrusive_ptr<::c10d::Store>& store, const std::shared_ptr<Driver>& over);
-  void join(const net::BlobExchange& exchange, std::chrono::milliseconds timeout);
+  void join(const net::BlobExchange& exchange, std::chrono::milliseconds timeout, bool beats);
   std::chrono::milliseconds timeoutOf(std::chrono::milliseconds asked) const;
   void checkRank(int64_t rank, const char* what) const;
   Result submit(const Call& call, const Tensors& inputs, const Tensors& outputs, Collective::Body body);

@@ -201,6 +201,43 @@ void Driver::abort(const std::string& reason) noexcept {
   }
 }
 
+void Driver::vouchFor(const std::shared_ptr<Driver>& other) {
+  Lock lock(mutex_);
+  std::erase_if(others_, [](const auto& each) { return each.expired(); });
+  others_.push_back(other);
+  const auto communicator = communicator_;
+  lock.unlock();
+  // It may have broken while the other one was made.
+  if (const auto error = communicator ? communicator->failure() : std::nullopt) {
+    passOn(*error);
+  }
+}
+
+void Driver::fail(const Error& error) noexcept {
+  Lock lock(mutex_);
+  const auto communicator = communicator_;
+  lock.unlock();
+  if (communicator) {
+    communicator->fail(error);
+  }
+  passOn(error);
+}
+
+// What else this one breaks with is its own affair.
+void Driver::passOn(const Error& error) noexcept {
+  if (error.fault() != Fault::kRemote) {
+    return;
+  }
+  Lock lock(mutex_);
+  const auto others = others_;
+  lock.unlock();
+  for (const auto& each : others) {
+    if (const auto other = each.lock()) {
+      other->fail(error);
+    }
+  }
+}
+
 std::shared_ptr<void> Driver::allocate(size_t bytes) {
   refuseFork();
   const Lock lock(mutex_);
@@ -288,7 +325,8 @@ void Driver::finish(std::vector<Ended> ended) {
 std::exception_ptr Driver::execute(Collective& collective) noexcept {
   try {
     collective.body_(*communicator_, timeAfter(collective.timeout_));
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    passOn(error);
     return std::current_exception();
   } catch (const std::exception& error) {
     // Without this the others would wait for this rank in vain.
@@ -301,8 +339,9 @@ std::exception_ptr Driver::execute(Collective& collective) noexcept {
 bool Driver::moveMessages() noexcept {
   try {
     return communicator_->progress();
-  } catch (const Error&) {
+  } catch (const Error& error) {
     // Every message ends with that error.
+    passOn(error);
     return true;
   }
 }

@@ -54,6 +54,10 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // Ends everything under way, and all that is to come, with an error; tells the other ranks `reason`.
   void abort(const std::string& reason) noexcept;
 
+  // Has `other`, a group of the same ranks that gives no signs of life itself, end with the error with which
+  // this one ends when a rank is lost.
+  void vouchFor(const std::shared_ptr<Driver>& other);
+
   // Leaves the group. If `drain`, collectives that were started are run to their end first, and messages that
   // somebody still holds, as far as they end within a few seconds; slower ranks may need what they carry.
   // Else collectives are aborted. Messages still under way end with an error. Later calls do nothing.
@@ -79,6 +83,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
   std::shared_ptr<net::Communicator> communicator(const Lock& lock) const;
   void refuseFork() const;
+  void fail(const net::Error& error) noexcept;
+  void passOn(const net::Error& error) noexcept;
   std::exception_ptr execute(Collective& collective) noexcept;
   bool moveMessages() noexcept;
   bool look(Lock& lock);
@@ -105,6 +111,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   std::shared_ptr<net::Communicator> communicator_;
   std::deque<std::shared_ptr<Collective>> queue_;
   std::vector<std::shared_ptr<Transfer>> transfers_;
+  // Groups that this one vouches for.
+  std::vector<std::weak_ptr<Driver>> others_;
   uint64_t numPosted_ = 0;
   // Some thread drives; what it calls of the communicator is called without the mutex.
   bool driven_ = false;

@@ -60,6 +60,9 @@ class Communicator {
     // Ranks that say different things here share no memory, whoever is on their host. Empty: what the system
     // says.
     std::string host = {};
+    // False: no signs of life of its own, whatever `env` says, as another communicator of the same ranks
+    // gives them, and fail() is called when that one breaks.
+    bool beats = true;
     // Called again and again while the making waits for others; what it throws gives it up. May be empty.
     std::function<void()> check = {};
   };
@@ -112,6 +115,8 @@ class Communicator {
   // Breaks the communicator with Fault::kAborted: everything under way ends within 100 ms on this rank, and
   // the others are told `reason`.
   void abort(const std::string& reason) noexcept;
+  // The same with an error that was found elsewhere, and concerns one of these ranks.
+  void fail(const Error& error) noexcept;
   // The error it broke with, if it did.
   std::optional<Error> failure() const;
 

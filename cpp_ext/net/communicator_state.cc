@@ -357,6 +357,13 @@ void Communicator::Implementation::abort(const std::string& reason) noexcept {
   wake();
 }
 
+void Communicator::Implementation::fail(const Error& error) noexcept {
+  if (verdict_->set(error) && met_.shm != nullptr) {
+    met_.shm->fail(error);
+  }
+  wake();
+}
+
 std::shared_ptr<void> Communicator::Implementation::allocate(size_t bytes) {
   if (bytes == 0 || bytes > roomLeft()) {
     return nullptr;

@@ -47,6 +47,7 @@ class Communicator::Implementation : private WireContext {
   void sleep(Clock::time_point until);
   void wake() noexcept;
   void abort(const std::string& reason) noexcept;
+  void fail(const Error& error) noexcept;
   std::shared_ptr<void> allocate(size_t bytes);
   size_t roomLeft() const noexcept;
   void checkRoot(int root) const;
@@ -54,7 +55,8 @@ class Communicator::Implementation : private WireContext {
   int rank() const noexcept { return options_.rank; }
   int size() const noexcept { return options_.size; }
   std::chrono::milliseconds beatInterval() const noexcept {
-    return met_.control == nullptr ? std::chrono::milliseconds(0) : options_.env.beatTimeout / 4;
+    const bool beats = options_.beats && met_.control != nullptr;
+    return beats ? options_.env.beatTimeout / 4 : std::chrono::milliseconds(0);
   }
   const Verdict& verdict() const noexcept { return *verdict_; }
   uint64_t bytesSent() const noexcept { return met_.mesh == nullptr ? 0 : met_.mesh->bytesSent(); }

@@ -176,8 +176,8 @@ std::unique_ptr<ShmGroup> shareMemory(const HostMap& map, const Communicator::Op
 // Waits until this rank's control links are there.
 void joinControl(Meeting& meeting, const Communicator::Options& options) {
   const auto end = Clock::now() + options.timeout;
-  meeting.control =
-      std::make_unique<Control>(options.rank, options.size, *meeting.mesh, options.env.beatTimeout);
+  meeting.control = std::make_unique<Control>(options.rank, options.size, *meeting.mesh,
+                                              options.beats ? options.env.beatTimeout : Clock::duration(0));
   while (!meeting.control->isComplete()) {
     if (meeting.mesh->progress()) {
       continue;

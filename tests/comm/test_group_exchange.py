@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +78,64 @@ def test_who_is_lost_meanwhile_is_named_without_anybody_telling(tmp_path: Path, 
     for outcome in outcomes[:2]:
         assert outcome.value is not None, outcome.traceback
         assert "joining" in outcome.value and "rank 2" in outcome.value
+
+
+def wait_for_one_who_is_stopped(world: dist.ProcessGroup) -> str:
+    first = dist.new_group(pg_options=BaguanetOptions(over=world))
+    second = dist.new_group(pg_options=BaguanetOptions(over=first))
+    pids: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid(), group=second)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    started = torch.ones(4)
+    work = dist.all_reduce(started, group=first, async_op=True)
+    with pytest.raises(dist.DistBackendError) as raised:
+        dist.all_reduce(torch.ones(4), group=second)
+    assert work is not None
+    with pytest.raises(dist.DistBackendError, match=re.escape("rank 2 (")):
+        work.wait()
+    if dist.get_rank() == 0:
+        assert pids[2] is not None
+        os.kill(pids[2], signal.SIGKILL)
+    return str(raised.value)
+
+
+def with_beats(*arguments: Any) -> object:
+    os.environ["BAGUA_NET_BEAT_TIMEOUT_S"] = "0.4"
+    return on_hosts(*arguments)
+
+
+def test_who_is_silent_ends_groups_that_leave_signs_of_life_to_the_one_they_are_made_over(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_ranks_to_the_end(with_beats, 3, wait_for_one_who_is_stopped, 3, str(tmp_path))
+    for outcome in outcomes[:2]:
+        assert outcome.value is not None, outcome.traceback
+        assert "rank 2 (" in outcome.value and "no sign of life for" in outcome.value
+
+
+def count_threads(world: dist.ProcessGroup) -> list[int]:
+    counts = []
+    for over in (None, world):
+        before = len(os.listdir("/proc/self/task"))
+        dist.new_group(pg_options=BaguanetOptions(over=over))
+        counts.append(len(os.listdir("/proc/self/task")) - before)
+    return counts
+
+
+def test_they_have_no_thread_that_gives_signs_of_life(tmp_path: Path) -> None:
+    assert run_ranks(with_beats, 2, count_threads, 2, str(tmp_path)) == [[1, 0]] * 2
+
+
+def make_one_while_another_breaks(world: dist.ProcessGroup) -> bool:
+    group = dist.new_group(pg_options=BaguanetOptions(over=world))
+    # An error of the caller's is that group's own affair.
+    with pytest.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(1 + dist.get_rank()), group=world)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item() == dist.get_world_size()
+
+
+def test_other_errors_are_not_passed_on(tmp_path: Path) -> None:
+    assert run_ranks(with_beats, 3, make_one_while_another_breaks, 3, str(tmp_path)) == [True] * 3
