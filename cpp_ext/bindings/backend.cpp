@@ -1,12 +1,14 @@
 #include "bindings/backend.h"
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "c10d/backend.h"
 #include "c10d/live_groups.h"
+#include "c10d/question.h"
 
 namespace py = pybind11;
 
@@ -39,6 +41,10 @@ void bindBackend(py::module_& module) {
            py::arg("over") = c10::intrusive_ptr<BaguanetBackend>(), withoutGil)
       .def("_set_default_timeout", &BaguanetBackend::setTimeout, py::arg("timeout"), withoutGil)
       .def_property_readonly("options", &BaguanetBackend::getBackendOptions);
+  py::class_<backend::Question>(module, "Question")
+      .def(py::init<c10::intrusive_ptr<BaguanetBackend>>(), py::arg("group"))
+      .def("ask", &backend::Question::ask, py::arg("mine"), withoutGil)
+      .def("answer", &backend::Question::answer, withoutGil);
   // After the end of the interpreter no thread may call back into Python.
   const auto leave = [] { backend::LiveGroups::ofProcess().leaveAll(); };
   py::module_::import("atexit").attr("register")(py::cpp_function(leave, withoutGil));

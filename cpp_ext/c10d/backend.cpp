@@ -159,6 +159,25 @@ void BaguanetBackend::abort() { driver_->abort("abort() was called on rank " + s
 
 void BaguanetBackend::shutdown() { driver_->shutdown(/*drain=*/true); }
 
+std::shared_ptr<Collective> BaguanetBackend::start(const char* name, Collective::Body body) {
+  auto collective = std::make_shared<Collective>(std::move(body), timeout_.load());
+  const Label label{.operation = name, .number = ++number_};
+  try {
+    driver_->start(collective);
+  } catch (const net::Error&) {
+    std::rethrow_exception(translate(std::current_exception(), label, driver_->group()));
+  }
+  return collective;
+}
+
+void BaguanetBackend::wait(const char* name, Collective& collective) {
+  const net::Waiting waiting;
+  driver_->wait(collective, Clock::time_point::max());
+  if (const auto error = collective.error()) {
+    std::rethrow_exception(translate(error, Label{.operation = name}, driver_->group()));
+  }
+}
+
 milliseconds BaguanetBackend::timeoutOf(milliseconds asked) const {
   return asked == ::c10d::kUnsetTimeout ? timeout_.load() : asked;
 }

@@ -99,6 +99,12 @@ class BaguanetBackend final : public ::c10d::Backend {
   // Runs what was started to its end, and leaves.
   void shutdown() override;
 
+  // A collective of our own that is no work of torch's: `body` runs when those started before have ended.
+  // `name` is for errors. Throws c10::DistBackendError.
+  std::shared_ptr<Collective> start(const char* name, Collective::Body body);
+  // Waits for its end, and throws what it failed with.
+  void wait(const char* name, Collective& collective);
+
  private:
   using Deadline = Clock::time_point;
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.backend import backend_on_cpu
+from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import made_over
 
 _ASK_EVERY_S = 0.25
@@ -24,8 +25,8 @@ _RELAXED_COMMITS = (2, 8)
 class SwitchBoundary:
     """Every few commits the ranks tell each other the newest generation that any of them has heard of.
 
-    It is a MAX all-reduce of two integers on a group of its own. All see the same numbers at the same commit,
-    and leave there. The second number agrees on when to ask again.
+    Of two integers it is the largest that any says, on a group of its own. All see the same numbers at the
+    same commit, and leave there. The second number agrees on when to ask again.
 
     Ranks that are in step ask when their gradients are there, so that the question goes about while
     optimizers step, and as seldom as the shortest of their wishes allows. Where that is in every step, as
@@ -48,38 +49,34 @@ class SwitchBoundary:
         """Number of the commit in this World at which the ranks were asked last; 0 before."""
         self.all_came_to = 0
         """Commits in this World that all ranks are known to have come to."""
-        self._group: dist.ProcessGroup | None = None
-        self._backend: Any = None
+        self._question: Any = None
         if dist.get_world_size() > 1:
             # On the CPU whatever the default group is on: no stream of an accelerator is waited for.
             assert dist.group.WORLD is not None
-            self._group = dist.new_group(
+            group = dist.new_group(
                 backend=BAGUANET,
                 pg_options=made_over(dist.group.WORLD),
                 use_local_synchronization=True,
                 group_desc="baguarun boundary",
             )
-            self._backend = self._group._get_backend(torch.device("cpu"))
-        self._numbers = torch.zeros(2, dtype=torch.int64)
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._work: dist.Work | None = None
+            self._question = load_extension().Question(backend_on_cpu(group))
+        self._is_asked = False
 
     def before_step(self, told: int) -> None:
         """An optimizer steps next. `told`: the newest generation that this rank has been told of."""
-        is_due = self._in_step and self._work is None and self._commits + 1 == self._ask_at
-        if is_due and self._group is not None:
+        is_due = self._in_step and not self._is_asked and self._commits + 1 == self._ask_at
+        if is_due and self._question is not None:
             self._start(told)
 
     def at_commit(self, told: int) -> int | None:
         """The generation for which all leave at this commit, or None. `told`: as in `before_step`."""
         self._commits += 1
-        if self._group is None:
+        if self._question is None:
             return told if told > self._generation else None
         newest, interval = self._generation, 0
-        if self._commits == self._ask_at and self._in_step and self._work is None:
+        if self._commits == self._ask_at and self._in_step and not self._is_asked:
             self._start(told)
-        if self._work is not None and self._commits == self._look_at:
+        if self._is_asked and self._commits == self._look_at:
             newest, interval = self._answer()
             self.all_came_to = self.asked_at
             if self._in_step:
@@ -93,9 +90,9 @@ class SwitchBoundary:
 
     def at_end(self, told: int) -> int | None:
         """As `at_commit`, for ranks that have nothing left to train: waits for all of them."""
-        if self._group is None:
+        if self._question is None:
             return told if told > self._generation else None
-        if self._work is not None:
+        if self._is_asked:
             told = max(told, self._answer()[0])
         self._start(told)
         newest, _ = self._answer()
@@ -103,22 +100,20 @@ class SwitchBoundary:
 
     def farewell(self) -> None:
         """Return when all ranks have come to the commit where they leave: no message is under way then."""
-        if self._group is not None:
+        if self._question is not None:
             self._start(0)
             self._answer()
 
     def _start(self, told: int) -> None:
         # The largest of the negative numbers is the shortest interval.
-        self._numbers[0], self._numbers[1] = told, -self._wished_interval()
+        interval = self._wished_interval()
         self.asked_at = self._ask_at
-        # Not by dist.all_reduce, nor by the group, whose way to its backend is several times as long.
-        self._work = self._backend.allreduce([self._numbers], self._options)
+        self._question.ask((told, -interval))
+        self._is_asked = True
 
     def _answer(self) -> tuple[int, int]:
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
-        newest, interval = self._numbers.tolist()
+        self._is_asked = False
+        newest, interval = self._question.answer()
         return newest, -interval
 
     def _wished_interval(self) -> int:
