@@ -196,9 +196,9 @@ class DataParallelSession:
 
     def require_complete(self) -> None:
         """Before an optimizer's step: all communication of the last backward has ended well on this rank."""
-        if self._engine is not None:
-            self._engine.require_complete()
-        if (reason := load_extension().interruption()) is not None:
+        by_engine = self._engine is not None
+        reason = self._engine.require_complete() if by_engine else load_extension().interruption()
+        if reason is not None:
             raise CommunicationError(f"the World is given up: {reason}")
 
     def require_ended(self) -> None:

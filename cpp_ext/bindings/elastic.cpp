@@ -1,12 +1,17 @@
 #include "bindings/elastic.h"
 
+#include <pybind11/stl.h>
+
 #include "elastic/committed.h"
+#include "elastic/known_values.h"
 
 namespace py = pybind11;
 
 namespace baguarun::bindings {
 
 using elastic::CpuRandomState;
+using elastic::KnownValues;
+using elastic::MemoryCopy;
 using elastic::TensorCopies;
 
 void bindElastic(py::module_& module) {
@@ -14,6 +19,15 @@ void bindElastic(py::module_& module) {
       .def(py::init<>())
       .def("take", &TensorCopies::take, py::arg("live"))
       .def("put_back", &TensorCopies::putBack, py::arg("live"));
+  py::class_<KnownValues>(module, "KnownValues")
+      .def(py::init<>())
+      .def("are", &KnownValues::are, py::arg("dicts"))
+      .def("forget", &KnownValues::forget);
+  module.def("values_in", &elastic::valuesIn, py::arg("dicts"));
+  py::class_<MemoryCopy>(module, "MemoryCopy")
+      .def(py::init<uintptr_t, size_t>(), py::arg("address"), py::arg("size_bytes"))
+      .def("take", &MemoryCopy::take)
+      .def("bytes", [](const MemoryCopy& self) { return py::bytes(self.bytes()); });
   py::class_<CpuRandomState>(module, "CpuRandomState")
       .def(py::init<>())
       .def("take", &CpuRandomState::take)

@@ -9,6 +9,7 @@
 #include "bindings/elastic.h"
 #include "bindings/exchanges.h"
 #include "bindings/timeline.h"
+#include "c10d/live_groups.h"
 #include "codec/codec.h"
 #include "engine/engine.h"
 #include "engine/errors.h"
@@ -232,7 +233,13 @@ void bindEngine(py::module_& module) {
       .def("state", &Engine::state, withoutGil)
       .def("load_state", &Engine::loadState, py::arg("state"), withoutGil)
       .def("close", &Engine::close, withoutGil)
-      .def("require_complete", &Engine::requireComplete, withoutGil)
+      .def(
+          "require_complete",
+          [](Engine& engine) {
+            engine.requireComplete();
+            return backend::LiveGroups::ofProcess().interruption();
+          },
+          withoutGil)
       .def("keep_committed", &Engine::keepCommitted, py::arg("keep"), withoutGil)
       .def("commit", &Engine::commit, withoutGil)
       .def("roll_back", &Engine::rollBack, withoutGil)

@@ -70,6 +70,17 @@ bool TensorCopies::areOf(const std::vector<at::Tensor>& live) const {
   });
 }
 
+MemoryCopy::MemoryCopy(uintptr_t address, size_t bytes)
+    : live_(reinterpret_cast<const char*>(address)), size_(bytes) {}
+
+bool MemoryCopy::take() {
+  if (bytes_.size() == size_ && std::memcmp(bytes_.data(), live_, size_) == 0) {
+    return false;
+  }
+  bytes_.assign(live_, size_);
+  return true;
+}
+
 void CpuRandomState::take() {
   at::CPUGeneratorImpl& here = generator();
   const std::scoped_lock lock(here.mutex_);

@@ -7,7 +7,9 @@
 #include <ATen/core/MT19937RNGEngine.h>
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace baguarun::elastic {
@@ -32,6 +34,23 @@ class TensorCopies {
   bool areOf(const std::vector<at::Tensor>& live) const;
 
   std::vector<Kept> kept_;
+};
+
+// What is in memory of somebody else, who must live as long.
+//
+// Threads: one at a time.
+class MemoryCopy {
+ public:
+  MemoryCopy(uintptr_t address, size_t bytes);
+  // Whether anything has changed since the last call; true the first time.
+  bool take();
+  // As it was when `take` was called last; empty before.
+  const std::string& bytes() const noexcept { return bytes_; }
+
+ private:
+  const char* live_;
+  size_t size_;
+  std::string bytes_;
 };
 
 // Where torch's generator of random numbers for the CPU stands.

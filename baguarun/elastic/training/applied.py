@@ -11,12 +11,10 @@ import torch
 
 from baguarun.comm import timeline
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.elastic.training.group_settings import GroupSettings, Settings, changed
 from baguarun.errors import UsageError
 
 Optimizer = torch.optim.Optimizer
-
-_UNCHANGING = frozenset({bool, int, float, str, type(None)})
-"""What most settings are. To ask whether a value is a tensor takes longer than all else."""
 
 
 class AppliedSteps:
@@ -41,8 +39,10 @@ class AppliedSteps:
         self._models = list(models)
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizers = list(optimizers)
-        self._groups: list[list[dict[str, Any]]] = []
-        self._before: list[dict[str, Any]] = []
+        self._settings = [GroupSettings(optimizer) for optimizer in optimizers]
+        # As they were at the last commit, and before the step under way.
+        self._committed: list[list[Settings]] = []
+        self._before: list[Settings] = []
         for index, optimizer in enumerate(optimizers):
             self._watch(index, optimizer)
         self.begin()
@@ -92,7 +92,7 @@ class AppliedSteps:
         self._scales = scales
         self._taken = [0] * len(self._optimizers)
         self._skip = [0] * len(self._optimizers)
-        self._groups = [[_settings(group) for group in each.param_groups] for each in self._optimizers]
+        self._committed = [settings.read() for settings in self._settings]
 
     def redo(self, skip: Sequence[int]) -> None:
         """The step is done again, and of each optimizer the first `skip` steps change nothing.
@@ -102,9 +102,8 @@ class AppliedSteps:
         """
         self._skip = list(skip)
         self._taken = [0] * len(self._optimizers)
-        for optimizer, kept in zip(self._optimizers, self._groups, strict=True):
-            for group, settings in zip(optimizer.param_groups, kept, strict=True):
-                _put_back(group, settings)
+        for settings, committed in zip(self._settings, self._committed, strict=True):
+            settings.put_back(committed)
 
     def _watch(self, index: int, optimizer: Optimizer) -> None:
         this = weakref.ref(self)
@@ -144,7 +143,7 @@ class AppliedSteps:
                     if parameter.grad is not None:
                         self._hidden.append((parameter, parameter.grad))
                         parameter.grad = None
-        self._before = [_settings(group) for group in optimizer.param_groups]
+        self._before = self._settings[index].read()
 
     def _end(self, index: int) -> None:
         for parameter, gradient in self._hidden:
@@ -152,17 +151,18 @@ class AppliedSteps:
         self._hidden.clear()
         is_left_out = self._taken[index] < self._skip[index]
         self._taken[index] += 1
-        groups = self._optimizers[index].param_groups
         if is_left_out:
             # Some count a step that had no gradients.
-            for group, before in zip(groups, self._before, strict=True):
-                _put_back(group, before)
+            self._settings[index].put_back(self._before)
             return
-        for group, before, kept in zip(groups, self._before, self._groups[index], strict=True):
-            for name, value in before.items():
-                # Optimizers that keep counters or estimates in their groups.
-                if group[name] is not value and name != "lr" and not _same(group[name], value):
-                    kept[name] = _copy(group[name])
+        now = self._settings[index].read()
+        if now is not self._before:
+            # Of optimizers that keep counters or estimates in their groups.
+            found = map(changed, self._before, now)
+            self._committed[index] = [
+                {**kept, **{name: value for name, value in each.items() if name != "lr"}}
+                for kept, each in zip(self._committed[index], found, strict=True)
+            ]
 
 
 def _require_outside_backward(optimizer: Optimizer) -> None:
@@ -171,29 +171,3 @@ def _require_outside_backward(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__}.step() inside backward: a step that a loss cut short could not be "
             "done again under `--elastic in-place`; want step() after backward"
         )
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value if type(value) in _UNCHANGING else _copy(value)
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-            group[name].copy_(value)
-        else:
-            group[name] = _copy(value)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)

@@ -118,7 +118,7 @@ class CatchingUp:
             self._begin_together(landing)
             return
         state = self._state
-        places, steps = state._committed_places, state._steps
+        places, steps = state._all_places(committed=True), state._steps
         if part.rolls_back:
             self.copies.roll_back(self._captured, is_applied=part.is_applied)
             self.applied.redo(self.applied.counts)
@@ -126,7 +126,7 @@ class CatchingUp:
         weights_are_equal = True
         if self.replicas_differ:
             weights_are_equal = self._agree_out_of_step(standings)
-            places, steps = state._committed_places, state._steps
+            places, steps = state._all_places(committed=True), state._steps
         if part.send_to:
             sent = {
                 "values": replicated.collect(self._captured),
@@ -212,7 +212,8 @@ class CatchingUp:
                 )
                 sampler.go_on_from(settlement)
                 self._report(settlement.redealt, settlement.left_behind)
-            state._committed_places = state._places = state._all_places()
+            state._places = state._all_places()
+            state._committed = [sampler.place for sampler in state._samplers]
             state._steps = standings[top].committed
             self.applied.commit()
         return False

@@ -33,11 +33,11 @@ class CommittedCopies:
             for parameter in group["params"]
         }
         # Found once: to walk through all modules at every commit would cost more than the copies.
-        self._with_buffers = [
-            (part, isinstance(model, DistributedDataParallel))
-            for model in self._models
-            for part in model.modules()
-            if part._buffers
+        self._buffers_of_all = [
+            part._buffers for model in self._models for part in model.modules() if part._buffers
+        ]
+        self._buffers_of_wrapped = [
+            part._buffers for model in self._wrapped for part in model.modules() if part._buffers
         ]
         self._followers = [
             parameter
@@ -49,8 +49,12 @@ class CommittedCopies:
         self._objects = [
             value
             for value in captured.values()
-            if values.is_stateful(value) and not isinstance(value, (nn.Module, torch.optim.Optimizer))
+            if values.is_stateful(value)
+            and not isinstance(value, (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler))
         ]
+        # Of these the tensors, as their state_dict reads one number after the other.
+        scalers = [value for value in captured.values() if isinstance(value, torch.amp.GradScaler)]
+        self._scalers = [scaler for scaler in scalers if scaler.is_enabled()]
         self._plain = [name for name, value in captured.items() if not values.is_stateful(value)]
         self._kept: list[Any] = []
         self._values: dict[str, Any] = {}
@@ -92,6 +96,8 @@ class CommittedCopies:
         for value, kept in zip(self._objects, self._kept, strict=True):
             # Of a copy: many take over what they are given, and change it in the next step.
             values.restore(value, copy.deepcopy(kept))
+        for scaler in self._scalers:
+            values.end_step(scaler)
         for name, kept in self._values.items():
             captured[name] = values.restore(captured[name], kept)
         self._random.put_back()
@@ -101,7 +107,7 @@ class CommittedCopies:
     def begin_second_pass(self) -> None:
         """What models and algorithms have now is what they have at the next `commit`."""
         self._after_step = load_extension().TensorCopies()
-        self._after_step.take(self._buffers(only_wrapped=True))
+        self._after_step.take(_tensors_in(self._buffers_of_wrapped))
         self._random_after_step.take()
         for model in self._wrapped:
             model.commit()
@@ -109,25 +115,17 @@ class CommittedCopies:
     def _forget_second_pass(self) -> None:
         if self._after_step is None:
             return
-        self._after_step.put_back(self._buffers(only_wrapped=True))
+        self._after_step.put_back(_tensors_in(self._buffers_of_wrapped))
         self._after_step = None
         self._random_after_step.put_back()
         for model in self._wrapped:
             model.roll_back()
 
     def _often_changed(self) -> list[torch.Tensor]:
-        """Buffers, and the parameters of models that follow another one (averages of weights)."""
-        return [*self._buffers(), *self._followers]
-
-    def _buffers(self, *, only_wrapped: bool = False) -> list[torch.Tensor]:
-        """As they are now: modules may put another tensor in a buffer's place."""
-        return [
-            buffer
-            for part, is_wrapped in self._with_buffers
-            if is_wrapped or not only_wrapped
-            for buffer in part._buffers.values()
-            if buffer is not None
-        ]
+        """Buffers, scales of losses, and the parameters of models that follow another one (averages of
+        weights)."""
+        scales = [tensor for scaler in self._scalers for tensor in values.tensors_of(scaler)]
+        return [*_tensors_in(self._buffers_of_all), *scales, *self._followers]
 
     def _copy_frozen(self) -> None:
         """Parameters of wrapped models that no optimizer trains: seldom changed, and maybe most of them."""
@@ -138,3 +136,9 @@ class CommittedCopies:
 
     def _untrained(self, model: nn.Module) -> Iterator[nn.Parameter]:
         return (parameter for parameter in model.parameters() if id(parameter) not in self._trained)
+
+
+def _tensors_in(buffers: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+    """As they are now: modules may put another tensor in a buffer's place."""
+    found: list[torch.Tensor] = load_extension().values_in(buffers)
+    return found

@@ -54,6 +54,8 @@ class InPlaceRun:
         self._channel = channel
         self._env = env
         self._models = [each for each in captured.values() if isinstance(each, DistributedDataParallel)]
+        # What may break behind an optimizer's step.
+        self._exchanging = [model for model in self._models if model.algorithm.exchanges_weights]
         self._catching_up = CatchingUp(state, self._before_step)
         self._patience = Patience(env.detect_timeout_s)
         self._declaration = replicated.declare(captured)
@@ -74,7 +76,8 @@ class InPlaceRun:
 
     def prepare(self, arguments: Iterable[object]) -> None:
         """Do what can be done before a newcomer is taken in; `arguments` are the training function's."""
-        self._catching_up.landing = standby.prepare(self._captured, arguments)
+        standby.start_loaders(arguments)
+        self._catching_up.landing = standby.own_memory(self._captured)
 
     def train(self, train: Callable[[], R]) -> R:
         """What `train` returns, called again in each World. Raises what it raises for reasons of its own."""
@@ -124,7 +127,7 @@ class InPlaceRun:
     def at_boundary(self, write_if_due: Callable[[], None], *, may_wait: bool) -> None:
         assert self._boundary is not None
         try:
-            for model in self._models:
+            for model in self._exchanging:
                 model.require_ended()
             write_if_due()
             self._look_for_news()
@@ -152,7 +155,7 @@ class InPlaceRun:
         """Training is done here: wait for the others, and go on with them if the World changes meanwhile."""
         assert self._boundary is not None
         self.check()
-        for model in self._models:
+        for model in self._exchanging:
             model.require_ended()
         self._look_for_news()
         if self._boundary.at_end(self._told) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import struct
@@ -16,8 +15,6 @@ from baguarun.comm.extension import load_extension
 _MT19937_NUMBERS = 624
 _MT19937_BYTES = 4 * (_MT19937_NUMBERS + 1)
 """What Python's and numpy's default generators are made of: 624 numbers, and how many of them are used up."""
-_MARK_BYTES = 64
-"""Of each end: whatever is drawn, or seeded, changes some of it."""
 
 
 class RandomState:
@@ -25,6 +22,7 @@ class RandomState:
 
     def __init__(self) -> None:
         self._torch = load_extension().CpuRandomState()
+        self._has_cuda = torch.cuda.is_available()
         self._cuda: torch.Tensor | None = None
         self._python = _PythonState()
         self._numpy = _NumpyState()
@@ -33,7 +31,7 @@ class RandomState:
         # Not torch.get_rng_state, which takes ten times as long when nothing of it is in a cache.
         self._torch.take()
         self._python.take()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._has_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = torch.cuda.get_rng_state()
         if (numpy := sys.modules.get("numpy")) is not None:
             self._numpy.take(numpy.random)
@@ -56,25 +54,28 @@ class _PythonState:
         # CPython's RandomObject, behind what every object begins with: how many are used up, and the numbers.
         self._memory = _memory_at(id(self._generator) + object.__basicsize__)
         self._is_known = self._is_laid_out_so()
-        self._mark: Any = None
-        self._kept: Any = None
+        self._gauss: float | None = None
+        # In place of these, of a generator that is laid out otherwise.
+        self._state: Any = None
 
     def take(self) -> None:
-        if not self._is_known:
-            self._kept = random.getstate()
-            return
-        mark, gauss = _mark_of(self._memory), self._generator.gauss_next
-        if (mark, gauss) != self._mark:
-            self._mark, self._kept = (mark, gauss), (bytes(self._memory), gauss)
+        if self._is_known:
+            self._memory.take()
+            self._gauss = self._generator.gauss_next
+        else:
+            self._state = random.getstate()
 
     def put_back(self) -> None:
-        if self._kept is not None:
-            random.setstate(_python_state(*self._kept) if self._is_known else self._kept)
+        memory = self._memory.bytes()
+        if self._state is not None or memory:
+            random.setstate(self._state or _python_state(memory, self._gauss))
 
     def _is_laid_out_so(self) -> bool:
         if type(self._generator).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
             return False
-        return _python_state(bytes(self._memory), self._generator.gauss_next) == random.getstate()
+        looked_at = _memory_at(id(self._generator) + object.__basicsize__)
+        looked_at.take()
+        return _python_state(looked_at.bytes(), self._generator.gauss_next) == random.getstate()
 
 
 def _python_state(memory: bytes, gauss: float | None) -> tuple[Any, ...]:
@@ -82,14 +83,9 @@ def _python_state(memory: bytes, gauss: float | None) -> tuple[Any, ...]:
     return random.Random.VERSION, (*numbers, used), gauss
 
 
-def _memory_at(address: int) -> memoryview:
-    """Live: whoever owns it must outlive the view."""
-    return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")
-
-
-def _mark_of(memory: memoryview) -> bytes:
-    """By which a generator of 624 numbers is known to stand where it stood, in place of all of them."""
-    return bytes(memory[:_MARK_BYTES]) + bytes(memory[-_MARK_BYTES:])
+def _memory_at(address: int) -> Any:
+    """A copy of the generator there, which must outlive it."""
+    return load_extension().MemoryCopy(address, _MT19937_BYTES)
 
 
 class _NumpyState:
@@ -98,8 +94,7 @@ class _NumpyState:
     def __init__(self) -> None:
         self._bits: Any = None
         # Its numbers, if it is an MT19937.
-        self._memory: memoryview | None = None
-        self._mark = b""
+        self._memory: Any = None
         self._kept: Any = None
 
     def take(self, generator: Any) -> None:
@@ -108,11 +103,12 @@ class _NumpyState:
             is_usual = isinstance(bits, generator.MT19937)
             self._bits, self._memory = bits, _memory_at(bits.ctypes.state_address) if is_usual else None
             self._kept = None
-        is_usual, mark = self._memory is not None, b"" if self._memory is None else _mark_of(self._memory)
+        is_usual = self._memory is not None
+        has_changed = self._memory.take() if is_usual else True
         # A normal number that numpy keeps for the next draw changes nothing else when it is drawn.
         has_gauss = is_usual and self._kept is not None and self._kept[3]
-        if self._kept is None or not is_usual or has_gauss or mark != self._mark:
-            self._kept, self._mark = generator.get_state(legacy=is_usual), mark
+        if self._kept is None or has_changed or has_gauss:
+            self._kept = generator.get_state(legacy=is_usual)
 
     def put_back(self, generator: Any) -> None:
         if self._kept is not None:

@@ -14,6 +14,9 @@ from baguarun.elastic.training.dealing import Deal, deals
 from baguarun.elastic.training.dealt import Account, Settlement, Spans, complement, merge, size, translate
 from baguarun.errors import UsageError
 
+Place = tuple[int, int, Spans, int]
+"""Where a sampler stands: `epoch`, `cursor`, what is left of the epoch, workers at the beginning."""
+
 
 class BatchPolicy(enum.Enum):
     """What becomes of the samples per step when the number of workers changes."""
@@ -161,13 +164,19 @@ class ElasticSampler(Sampler[list[int]]):
         """Training began on so many workers, whatever their number is now."""
         self._first_world_size = world_size
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place, equal on all ranks."""
+    @property
+    def place(self) -> Place:
+        """All of `state_dict` that changes. Taken at every commit."""
+        return self.epoch, self.cursor, self._left, self._first_world_size
+
+    def state_dict(self, place: Place | None = None) -> dict[str, Any]:
+        """The present place, or `place`, equal on all ranks."""
+        epoch, cursor, left, first_world_size = place or self.place
         return {
-            "epoch": self.epoch,
-            "cursor": self.cursor,
-            "left": [list(span) for span in self._left],
-            "first_world_size": self._first_world_size,
+            "epoch": epoch,
+            "cursor": cursor,
+            "left": [list(span) for span in left],
+            "first_world_size": first_world_size,
             "length": self._length,
             "batch_size": self._batch_size,
             "shuffle": self._shuffle,

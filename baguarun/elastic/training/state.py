@@ -15,7 +15,7 @@ from baguarun.elastic.training import values
 from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
 from baguarun.elastic.training.dealing import Deal
 from baguarun.elastic.training.learning_rates import scale_learning_rates
-from baguarun.elastic.training.sampler import ElasticSampler
+from baguarun.elastic.training.sampler import ElasticSampler, Place
 from baguarun.elastic.training.snapshot import Snapshot
 from baguarun.elastic.training.steps import MicroBatches
 from baguarun.errors import UsageError
@@ -62,7 +62,8 @@ class State:
         self._samplers: list[ElasticSampler] = []
         # Places in the data of loaders that have not been seen yet.
         self._places: list[dict[str, Any]] = []
-        self._committed_places: list[dict[str, Any]] = []
+        # Of the samplers, at the last commit.
+        self._committed: list[Place] = []
         self._claimed: set[int] = set()
         self._lost_samples = 0
         self._missed_samples = 0
@@ -153,7 +154,7 @@ class State:
             sampler.cursor = deal.end
             self._open = None
         self._steps += 1
-        self._committed_places = self._all_places()
+        self._committed = [sampler.place for sampler in self._samplers]
         if self._watcher is not None:
             self._watcher.after_commit()
         if self._watcher is None:
@@ -198,8 +199,10 @@ class State:
     def _snapshot(self) -> Snapshot:
         return Snapshot.take(self._captured, self._steps, self._all_places())
 
-    def _all_places(self) -> list[dict[str, Any]]:
-        places = [sampler.state_dict() for sampler in self._samplers]
+    def _all_places(self, *, committed: bool = False) -> list[dict[str, Any]]:
+        """Of all samplers, seen or not: now, or at the last commit."""
+        own = self._committed if committed else [sampler.place for sampler in self._samplers]
+        places = [sampler.state_dict(place) for sampler, place in zip(self._samplers, own, strict=True)]
         return places + self._places[len(places) :]
 
     def _adopt(self, snapshot: Snapshot) -> None:
@@ -209,13 +212,14 @@ class State:
     def _go_to(self, steps: int, places: list[dict[str, Any]]) -> None:
         """Stand there in training and in the data, in the present World."""
         self._steps = steps
-        self._places = self._committed_places = places
+        self._places = places
         self._open = None
         self._claimed.clear()
         for sampler, place in zip(self._samplers, places, strict=False):
             sampler.load_state_dict(place)
         for sampler in self._samplers:
             sampler.enter_world()
+        self._committed = [sampler.place for sampler in self._samplers]
 
     def _count_open_step(self) -> None:
         """The step under way is applied here, as far as it goes: count it."""
@@ -224,7 +228,7 @@ class State:
             sampler.cursor = deal.end
             self._open = None
         self._steps += 1
-        self._committed_places = self._all_places()
+        self._committed = [sampler.place for sampler in self._samplers]
 
     def _check(self) -> None:
         if self._watcher is not None:
@@ -249,9 +253,7 @@ class State:
         # In place of one that the training function made anew when it was called again.
         self._samplers[index : index + 1] = [sampler]
         self._claimed.add(index)
-        self._committed_places = (
-            self._committed_places[:index] + [sampler.state_dict()] + self._committed_places[index + 1 :]
-        )
+        self._committed[index : index + 1] = [sampler.place]
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._require_wrapped()
         return sampler

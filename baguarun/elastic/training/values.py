@@ -10,7 +10,7 @@ import torch
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import UsageError
 
-_UNCHANGING = (bool, int, float, complex, str, bytes, type(None))
+_UNCHANGING: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _PLAIN = (*_UNCHANGING, torch.Tensor)
 
 
@@ -45,12 +45,21 @@ def restore(value: Any, kept: Any) -> Any:
     if is_stateful(value):
         value.load_state_dict(kept)
         if isinstance(value, torch.amp.GradScaler):
-            _end_step(value)
+            end_step(value)
         return value
     return copy.deepcopy(kept)
 
 
-def _end_step(scaler: torch.amp.GradScaler) -> None:
+def tensors_of(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+    """All that steps change of an enabled one between two `end_step`."""
+    if scaler._scale is None:
+        # The first `scale` makes it, which a newcomer does not call if the first step has no sample for it.
+        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    assert scaler._scale is not None and scaler._growth_tracker is not None
+    return [scaler._scale, scaler._growth_tracker]
+
+
+def end_step(scaler: torch.amp.GradScaler) -> None:
     """Forget how far the step under way has come, which is no part of its state_dict.
 
     A step that is done again after it was cut short in `scaler.step` would take the new gradients for
@@ -59,9 +68,7 @@ def _end_step(scaler: torch.amp.GradScaler) -> None:
     if not scaler.is_enabled():
         return
     scaler._per_optimizer_states.clear()
-    if scaler._scale is None:
-        # The first `scale` makes it, which a newcomer does not call if the first step has no sample for it.
-        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    tensors_of(scaler)
 
 
 def _is_plain(value: object) -> bool:
@@ -78,7 +85,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: item if type(item) in _UNCHANGING else _copy(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_copy(item) for item in value]
     if isinstance(value, tuple):
