@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from baguarun.comm.extension import load_extension
 from baguarun.errors import UsageError
 
 _ALIGN_BYTES = 64
@@ -43,13 +44,13 @@ class FlatWeights:
         ]
 
     def keep_spare(self, count: int, *, exact: bool = False) -> None:
-        """Make so many copies for `empty_copy` ahead and write to them: to be given fresh pages takes longer
+        """Make so many copies for `empty_copy` ahead, with all their pages: to be given those takes longer
         than what they are for. On the CPU only."""
         if not all(buffer.is_cpu for buffer in self.buffers):
             return
         self._spare = [self.empty_copy(exact=exact) for _ in range(count)]
         for tensor in (tensor for spare in self._spare for tensor in spare):
-            tensor.zero_()
+            load_extension().own_pages(tensor.data_ptr(), tensor.nbytes)
 
     def drop_spare(self) -> None:
         """Give the memory back that nobody has taken."""

@@ -4,6 +4,7 @@
 
 #include "elastic/committed.h"
 #include "elastic/known_values.h"
+#include "elastic/pages.h"
 
 namespace py = pybind11;
 
@@ -23,6 +24,8 @@ void bindElastic(py::module_& module) {
       .def(py::init<>())
       .def("are", &KnownValues::are, py::arg("dicts"))
       .def("forget", &KnownValues::forget);
+  module.def("own_pages", &elastic::ownPages, py::arg("address"), py::arg("size_bytes"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("values_in", &elastic::valuesIn, py::arg("dicts"));
   py::class_<MemoryCopy>(module, "MemoryCopy")
       .def(py::init<uintptr_t, size_t>(), py::arg("address"), py::arg("size_bytes"))

@@ -10,28 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.extension import load_extension
 from baguarun.elastic.training.sampler import ElasticSampler
 from baguarun.elastic.training.streaming import Landing
 
 
-def prepare(captured: Mapping[str, Any], arguments: Iterable[object]) -> Landing:
-    """Start the loaders' processes, and have the memory that the state takes, which is returned.
-
-    `arguments` are those of the training function.
-    """
-    _start_loaders(arguments)
-    models = [value for value in captured.values() if isinstance(value, nn.Module)]
-    trained = [value for value in models if isinstance(value, DistributedDataParallel)]
-    for model in trained:
-        model.prepare()
-    _own_pages(models)
-    return Landing(parameter for model in trained for parameter in _trainable(model))
-
-
-def _start_loaders(values: Iterable[object]) -> None:
-    """Start the processes of the loaders among `values` whose processes persist.
-
-    What they load now is dropped when an epoch begins.
+def start_loaders(values: Iterable[object]) -> None:
+    """Start the processes of the loaders among `values`, the training function's arguments, whose processes
+    persist. What they load now is dropped when an epoch begins. Before `own_memory`.
     """
     for value in values:
         if not isinstance(value, DataLoader) or not value.persistent_workers:
@@ -42,20 +28,24 @@ def _start_loaders(values: Iterable[object]) -> None:
             torch.set_rng_state(random_state)
 
 
+def own_memory(captured: Mapping[str, Any]) -> Landing:
+    """Have the memory that the state takes; room for what will be sent is returned."""
+    models = [value for value in captured.values() if isinstance(value, nn.Module)]
+    trained = [value for value in models if isinstance(value, DistributedDataParallel)]
+    for model in trained:
+        model.prepare()
+    _own_pages(models)
+    return Landing(parameter for model in trained for parameter in _trainable(model))
+
+
 def _own_pages(models: Iterable[nn.Module]) -> None:
-    """Write what the weights are to where they are: since loaders' processes were forked their pages are
-    common, and are copied one by one when they are written first."""
-    with torch.no_grad():
-        for model in models:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.is_cpu and _is_dense(tensor):
-                    tensor.copy_(tensor.clone())
+    """Have the weights' pages copied now, which were shared when loaders' processes were forked."""
+    for model in models:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_cpu and tensor.layout is torch.strided:
+                memory = tensor.untyped_storage()
+                load_extension().own_pages(memory.data_ptr(), memory.nbytes())
 
 
 def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """False where numbers lie upon each other, as in expanded buffers, which cannot be written."""
-    return tensor.layout is torch.strided and torch.empty_like(tensor).stride() == tensor.stride()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baguarun.comm.extension import load_extension
 from baguarun.errors import UsageError
 
 _PACK_BYTES = 4 * 2**20
@@ -28,7 +29,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Landing:
-    """Memory on the CPU for a state that will be sent, by dtype and shape, all of it written to already.
+    """Memory on the CPU for a state that will be sent, by dtype and shape, all of whose pages are there.
 
     To be given fresh pages can take longer than to receive what they are for.
 
@@ -40,7 +41,7 @@ class Landing:
         self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[torch.Tensor]] = {}
         for parameter in parameters:
             if parameter.is_cpu:
-                room = [torch.zeros(parameter.shape, dtype=parameter.dtype) for _ in range(_COPIES)]
+                room = [_room_for(parameter) for _ in range(_COPIES)]
                 self._free.setdefault((parameter.dtype, tuple(parameter.shape)), []).extend(room)
 
     def take(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -110,6 +111,12 @@ def receive(rank: int, device: torch.device, landing: Landing | None = None) -> 
     while under_way:
         unpack()
     return _put_together(skeleton, tensors)
+
+
+def _room_for(parameter: torch.Tensor) -> torch.Tensor:
+    room = torch.empty(parameter.shape, dtype=parameter.dtype)
+    load_extension().own_pages(room.data_ptr(), room.nbytes)
+    return room
 
 
 def _send_all(tensor: torch.Tensor, ranks: Sequence[int]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import resource
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +15,9 @@ from torch.utils.data import DataLoader
 
 import baguarun
 from baguarun.comm.algorithms import LocalSGD
+from baguarun.comm.extension import load_extension
 from baguarun.elastic import ElasticSampler
-from baguarun.elastic.training.standby import prepare
+from baguarun.elastic.training import standby
 from baguarun.elastic.training.streaming import Landing
 
 CPU = torch.device("cpu")
@@ -62,7 +67,8 @@ def test_preparing_leaves_every_bit_as_it_was() -> None:
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     strides = {name: tensor.stride() for name, tensor in net.state_dict().items()}
     random_state = torch.get_rng_state()
-    landing = prepare({"model": model, "epoch": 3}, [1, "argument", loader])
+    standby.start_loaders([1, "argument", loader])
+    landing = standby.own_memory({"model": model, "epoch": 3})
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, tensor in net.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
@@ -74,3 +80,36 @@ def test_preparing_leaves_every_bit_as_it_was() -> None:
     room = [tuple(tensor.shape) for free in landing._free.values() for tensor in free]
     assert sorted(room) == sorted(3 * [tuple(parameter.shape) for parameter in trained])
     assert [process.is_alive() for process in loader._iterator._workers] == [True]
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+@pytest.mark.parametrize("offset", [0, 1, 5000])
+def test_pages_that_are_owned_are_not_missed_when_they_are_written(is_forked: bool, offset: int) -> None:
+    whole = torch.frombuffer(mmap.mmap(-1, 8_000_000, flags=mmap.MAP_PRIVATE), dtype=torch.int64)
+    if is_forked:
+        whole += 7
+    mine = whole[offset:]
+    child = os.fork() if is_forked else None
+    if child == 0:
+        signal.pause()
+    try:
+        before = faults()
+        load_extension().own_pages(mine.data_ptr(), mine.nbytes)
+        missed = faults() - before
+        before = faults()
+        mine += 1
+        assert missed > 1000
+        assert faults() - before < missed / 10
+    finally:
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert mine.eq(8 if is_forked else 1).all()
+
+
+def test_no_memory_has_no_pages() -> None:
+    load_extension().own_pages(0, 0)
