@@ -29,6 +29,7 @@ from benchmarks.recovery_events import (
     join,
     kill_worker,
 )
+from benchmarks.recovery_wire import state_s, wire_bytes_per_s
 from benchmarks.restart import figures
 from tests.lab import Lab
 from tests.lab.job import Etcd
@@ -99,8 +100,13 @@ def rows(event: Event, algorithm: str, site: Site, found: dict[str, list[Trial]]
         result.append(
             Row(what=f"{what}: median", peer="", ours="", value=median(ours), target=0.5, unit=" s")
         )
+    newcomers = site.per_node if event.inflict is join else 1
     for name, target_s, values in (
-        ("others stood for the newcomer", 0.3, [trial.stall_s for trial in trials]),
+        (
+            "others stood for the newcomer, 0.3 s and the state's on the wire",
+            0.3 + state_s(newcomers, site.wire_bytes_per_s),
+            [trial.stall_s for trial in trials],
+        ),
         ("newcomer, ready to first step", 1.0, [trial.newcomer_s for trial in trials]),
     ):
         seconds = [value for value in values if value is not None]
@@ -147,7 +153,9 @@ def _measure(args: argparse.Namespace, report: Report, per_node: int) -> None:
             per_node=per_node,
             detect_timeout_s=args.detect_timeout,
             torchft=args.torchft,
+            wire_bytes_per_s=wire_bytes_per_s(*lab.hosts[:2]),
         )
+        report.raw[f"bytes per second of one stream, {site.workers} workers"] = site.wire_bytes_per_s
         etcd.start()
         launchers = args.launchers.split(",")
         if args.torchft is None:

@@ -40,6 +40,8 @@ class Site:
     detect_timeout_s: float
     torchft: Path | None = None
     """Where torchft is installed."""
+    wire_bytes_per_s: float = float("inf")
+    """Of one stream between two hosts, with nothing else on the machine."""
 
     @property
     def workers(self) -> int:
