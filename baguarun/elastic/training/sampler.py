@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._left: Spans = []
         # Where dealing in this World and epoch began.
         self._first_cursor = 0
+        self._deals_nothing = False
 
     @property
     def global_batch(self) -> int:
@@ -111,6 +113,8 @@ class ElasticSampler(Sampler[list[int]]):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._deals_nothing:
+            return
         order = self._sequence()
         for deal in self.deals():
             for micro_batch in deal.micro_batches(self._rank):
@@ -119,6 +123,15 @@ class ElasticSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """This rank's micro-batches from here to the end of the epoch."""
         return sum(len(deal.micro_batches(self._rank)) for deal in self.deals())
+
+    @contextmanager
+    def dealing_nothing(self) -> Iterator[None]:
+        """Who iterates meanwhile finds no sample, whatever the place."""
+        self._deals_nothing = True
+        try:
+            yield
+        finally:
+            self._deals_nothing = False
 
     def begin_epoch(self) -> None:
         """Go to the start of the next epoch."""

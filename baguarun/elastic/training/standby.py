@@ -17,14 +17,16 @@ from baguarun.elastic.training.streaming import Landing
 
 def start_loaders(values: Iterable[object]) -> None:
     """Start the processes of the loaders among `values`, the training function's arguments, whose processes
-    persist. What they load now is dropped when an epoch begins. Before `own_memory`.
+    persist. They load nothing yet: the epoch would begin with waiting for what nobody wants. Before
+    `own_memory`, as the processes share all pages.
     """
     for value in values:
         if not isinstance(value, DataLoader) or not value.persistent_workers:
             continue
         if isinstance(value.batch_sampler, ElasticSampler):
             random_state = torch.get_rng_state()
-            iter(value)
+            with value.batch_sampler.dealing_nothing():
+                iter(value)
             torch.set_rng_state(random_state)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import baguarun
 from baguarun.comm.algorithms import LocalSGD
@@ -80,6 +80,34 @@ def test_preparing_leaves_every_bit_as_it_was() -> None:
     room = [tuple(tensor.shape) for free in landing._free.values() for tensor in free]
     assert sorted(room) == sorted(3 * [tuple(parameter.shape) for parameter in trained])
     assert [process.is_alive() for process in loader._iterator._workers] == [True]
+
+
+class Counted(Dataset[int]):
+    """Whole numbers; counts how often one was asked for, in whatever process."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.asked = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        self.asked += 1
+        return index
+
+
+def test_loaders_that_are_started_ahead_load_nothing_before_the_epoch_and_all_of_it_then() -> None:
+    data = Counted(12)
+    loader = DataLoader(
+        data, batch_sampler=ElasticSampler(data, 2), num_workers=1, persistent_workers=True, prefetch_factor=2
+    )
+    standby.start_loaders([loader])
+    for epoch in (1, 2):
+        found = sorted(number for batch in loader for number in batch.tolist())
+        assert found == list(range(12))
+        # Its one process takes one thing after the other: what was asked for ahead would have been loaded.
+        assert int(data.asked) == 12 * epoch
 
 
 def faults() -> int:
