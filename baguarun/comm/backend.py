@@ -23,8 +23,8 @@ class BaguanetOptions:
     they lie. Costs memory when it is allocated and used."""
     over: Any = None
     """A group of the same ranks in the same order that has baguanet on the CPU: the new one is made by a
-    collective of it, several times sooner than by torch's store. It gives signs of life for both and
-    must live as long (None)."""
+    collective of it, several times sooner than by torch's store. Where it gives signs of life it does so for
+    both: it must live as long, and unbroken, for a silent rank to be found (None)."""
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 0:

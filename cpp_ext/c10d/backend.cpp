@@ -81,9 +81,12 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store,
   try {
     if (over) {
       GroupExchange byGroup(over, timeout);
-      join([&](const std::string& mine) { return byGroup.exchange(mine); }, timeout, /*beats=*/false);
-      // Whose signs of life cost a hundred microseconds each when nothing of it is in a cache.
-      over->vouchFor(driver_);
+      // A sign of life costs a hundred microseconds when nothing of it is in a cache.
+      const bool isWatched = over->isWatched();
+      join([&](const std::string& mine) { return byGroup.exchange(mine); }, timeout, !isWatched);
+      if (isWatched) {
+        over->vouchFor(driver_);
+      }
       return;
     }
     byStore.emplace(store, rank_, size_, timeout);

@@ -202,6 +202,7 @@ void Driver::abort(const std::string& reason) noexcept {
 }
 
 void Driver::vouchFor(const std::shared_ptr<Driver>& other) {
+  other->isVouchedFor_.store(true);
   Lock lock(mutex_);
   std::erase_if(others_, [](const auto& each) { return each.expired(); });
   others_.push_back(other);
@@ -223,9 +224,9 @@ void Driver::fail(const Error& error) noexcept {
   passOn(error);
 }
 
-// What else this one breaks with is its own affair.
+// What else this one breaks with the others find out themselves, or is no affair of theirs.
 void Driver::passOn(const Error& error) noexcept {
-  if (error.fault() != Fault::kRemote) {
+  if (!error.isSilence()) {
     return;
   }
   Lock lock(mutex_);

@@ -9,6 +9,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -54,8 +55,11 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // Ends everything under way, and all that is to come, with an error; tells the other ranks `reason`.
   void abort(const std::string& reason) noexcept;
 
-  // Has `other`, a group of the same ranks that gives no signs of life itself, end with the error with which
-  // this one ends when a rank is lost.
+  // Whether a rank that gives no sign of life breaks this group.
+  bool isWatched() const noexcept { return beatInterval_.count() > 0 || isVouchedFor_.load(); }
+
+  // This group is watched: has `other`, a group of the same ranks that gives no signs of life itself, end
+  // with the same error when a rank is silent, as long as nothing else has broken this one.
   void vouchFor(const std::shared_ptr<Driver>& other);
 
   // Leaves the group. If `drain`, collectives that were started are run to their end first, and messages that
@@ -106,6 +110,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   const std::string group_;
   // 0: there are no beats.
   const std::chrono::milliseconds beatInterval_;
+  std::atomic<bool> isVouchedFor_{false};
   std::mutex mutex_;
   // Below: guarded by the mutex.
   std::shared_ptr<net::Communicator> communicator_;

@@ -20,8 +20,8 @@
 // the other ranks get to know the reason. There is no repair: destroy it and make another with a new nonce.
 //
 // Threads: one at a time (whoever drives), but isend(), irecv() and wake() also from any other at the same
-// time, and abort() from any thread at any time before the destructor. After fork() the child may only
-// destroy it.
+// time, and abort() and fail() from any thread at any time before the destructor. After fork() the child may
+// only destroy it.
 #pragma once
 
 #include <chrono>
@@ -61,7 +61,7 @@ class Communicator {
     // says.
     std::string host = {};
     // False: no signs of life of its own, whatever `env` says, as another communicator of the same ranks
-    // gives them, and fail() is called when that one breaks.
+    // gives them, and fail() is called when that one finds a silent rank.
     bool beats = true;
     // Called again and again while the making waits for others; what it throws gives it up. May be empty.
     std::function<void()> check = {};

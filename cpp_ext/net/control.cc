@@ -233,7 +233,7 @@ void Control::beat() {
     if (!peer.hasLeft && !peer.lostAt.has_value() && beats_.isSilent(rank)) {
       const auto silence = std::chrono::duration_cast<std::chrono::milliseconds>(4 * beats_.interval());
       throw Told(Error(Fault::kRemote, name(rank),
-                       "has given no sign of life for " + std::to_string(silence.count()) +
+                       Error::kSilence + std::to_string(silence.count()) +
                            " ms: is it stopped, or the network cut?"),
                  false);
     }

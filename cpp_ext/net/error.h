@@ -33,6 +33,10 @@ class Error : public std::runtime_error {
   // The name of the peer that the fault concerns ("rank 3 (10.0.0.4:4711)"); empty where it concerns none.
   const std::string& peer() const noexcept { return peer_; }
 
+  // Whether the peer is merely silent, by the words, which are all that other ranks are told.
+  bool isSilence() const { return message().find(kSilence) != std::string::npos; }
+  static constexpr const char* kSilence = "has given no sign of life for ";
+
   // what() without the peer.
   std::string message() const { return peer_.empty() ? what() : what() + peer_.size() + 2; }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -127,15 +128,40 @@ def test_they_have_no_thread_that_gives_signs_of_life(tmp_path: Path) -> None:
     assert run_ranks(with_beats, 2, count_threads, 2, str(tmp_path)) == [[1, 0]] * 2
 
 
-def make_one_while_another_breaks(world: dist.ProcessGroup) -> bool:
+def watch_alone(world: dist.ProcessGroup) -> int:
+    os.environ["BAGUA_NET_BEAT_TIMEOUT_S"] = "0.4"
+    before = len(os.listdir("/proc/self/task"))
+    dist.new_group(pg_options=BaguanetOptions(over=world))
+    return len(os.listdir("/proc/self/task")) - before
+
+
+def test_one_that_is_made_over_a_group_without_signs_of_life_gives_them_itself(tmp_path: Path) -> None:
+    assert run_ranks(on_hosts, 2, watch_alone, 2, str(tmp_path)) == [1, 1]
+
+
+def mismatch(world: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(1 + dist.get_rank()), group=world)
+
+
+def abort_one(world: dist.ProcessGroup) -> None:
+    if dist.get_rank() == 1:
+        world._get_backend(torch.device("cpu")).abort()
+    dist.barrier(group=world)
+
+
+def outlive(breaks: Callable[[dist.ProcessGroup], None], world: dist.ProcessGroup) -> bool:
     group = dist.new_group(pg_options=BaguanetOptions(over=world))
-    # An error of the caller's is that group's own affair.
-    with pytest.raises(dist.DistBackendError):
-        dist.all_reduce(torch.ones(1 + dist.get_rank()), group=world)
+    with pytest.raises((dist.DistBackendError, RuntimeError)):
+        breaks(world)
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     return total.item() == dist.get_world_size()
 
 
-def test_other_errors_are_not_passed_on(tmp_path: Path) -> None:
-    assert run_ranks(with_beats, 3, make_one_while_another_breaks, 3, str(tmp_path)) == [True] * 3
+@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("breaks", [mismatch, abort_one])
+def test_what_else_breaks_a_group_leaves_those_made_over_it_alone(
+    tmp_path: Path, breaks: Callable[[dist.ProcessGroup], None], hosts: int
+) -> None:
+    function = functools.partial(outlive, breaks)
+    assert run_ranks(with_beats, 3, function, hosts, str(tmp_path)) == [True] * 3
