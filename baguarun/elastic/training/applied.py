@@ -160,8 +160,7 @@ class AppliedSteps:
             # Of optimizers that keep counters or estimates in their groups.
             found = map(changed, self._before, now)
             self._committed[index] = [
-                {**kept, **{name: value for name, value in each.items() if name != "lr"}}
-                for kept, each in zip(self._committed[index], found, strict=True)
+                {**kept, **each} for kept, each in zip(self._committed[index], found, strict=True)
             ]
 
 

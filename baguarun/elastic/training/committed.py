@@ -7,7 +7,7 @@ forward, backward and the script change goes back when a step is done again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,8 @@ class CommittedCopies:
             for parameter in group["params"]
         }
         # Found once: to walk through all modules at every commit would cost more than the copies.
-        self._buffers_of_all = [
-            part._buffers for model in self._models for part in model.modules() if part._buffers
-        ]
-        self._buffers_of_wrapped = [
-            part._buffers for model in self._wrapped for part in model.modules() if part._buffers
-        ]
+        self._buffers_of_all = _Buffers(self._models)
+        self._buffers_of_wrapped = _Buffers(self._wrapped)
         self._followers = [
             parameter
             for model in self._models
@@ -50,11 +46,12 @@ class CommittedCopies:
             value
             for value in captured.values()
             if values.is_stateful(value)
-            and not isinstance(value, (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler))
+            and not isinstance(value, (nn.Module, torch.optim.Optimizer))
+            and not values.is_usual_scaler(value)
         ]
-        # Of these the tensors, as their state_dict reads one number after the other.
-        scalers = [value for value in captured.values() if isinstance(value, torch.amp.GradScaler)]
-        self._scalers = [scaler for scaler in scalers if scaler.is_enabled()]
+        # Their state_dict reads one tensor after the other.
+        self._scalers = [value for value in captured.values() if values.is_usual_scaler(value)]
+        self._settings_of_scalers: list[tuple[float, float, int]] = []
         self._plain = [name for name, value in captured.items() if not values.is_stateful(value)]
         self._kept: list[Any] = []
         self._values: dict[str, Any] = {}
@@ -76,6 +73,7 @@ class CommittedCopies:
         self._forget_second_pass()
         self._tensors.take(self._often_changed())
         self._copy_frozen()
+        self._settings_of_scalers = [values.settings_of(scaler) for scaler in self._scalers]
         self._kept = [values.capture(value) for value in self._objects]
         self._values = {name: values.capture(captured[name]) for name in self._plain}
         self._random.take()
@@ -96,7 +94,8 @@ class CommittedCopies:
         for value, kept in zip(self._objects, self._kept, strict=True):
             # Of a copy: many take over what they are given, and change it in the next step.
             values.restore(value, copy.deepcopy(kept))
-        for scaler in self._scalers:
+        for scaler, settings in zip(self._scalers, self._settings_of_scalers, strict=True):
+            values.set_settings(scaler, settings)
             values.end_step(scaler)
         for name, kept in self._values.items():
             captured[name] = values.restore(captured[name], kept)
@@ -107,7 +106,7 @@ class CommittedCopies:
     def begin_second_pass(self) -> None:
         """What models and algorithms have now is what they have at the next `commit`."""
         self._after_step = load_extension().TensorCopies()
-        self._after_step.take(_tensors_in(self._buffers_of_wrapped))
+        self._after_step.take(self._buffers_of_wrapped.now())
         self._random_after_step.take()
         for model in self._wrapped:
             model.commit()
@@ -115,7 +114,7 @@ class CommittedCopies:
     def _forget_second_pass(self) -> None:
         if self._after_step is None:
             return
-        self._after_step.put_back(_tensors_in(self._buffers_of_wrapped))
+        self._after_step.put_back(self._buffers_of_wrapped.now())
         self._after_step = None
         self._random_after_step.put_back()
         for model in self._wrapped:
@@ -125,7 +124,7 @@ class CommittedCopies:
         """Buffers, scales of losses, and the parameters of models that follow another one (averages of
         weights)."""
         scales = [tensor for scaler in self._scalers for tensor in values.tensors_of(scaler)]
-        return [*_tensors_in(self._buffers_of_all), *scales, *self._followers]
+        return [*self._buffers_of_all.now(), *scales, *self._followers]
 
     def _copy_frozen(self) -> None:
         """Parameters of wrapped models that no optimizer trains: seldom changed, and maybe most of them."""
@@ -138,7 +137,18 @@ class CommittedCopies:
         return (parameter for parameter in model.parameters() if id(parameter) not in self._trained)
 
 
-def _tensors_in(buffers: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:
-    """As they are now: modules may put another tensor in a buffer's place."""
-    found: list[torch.Tensor] = load_extension().values_in(buffers)
-    return found
+class _Buffers:
+    """Of all modules of `models`."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        buffers = [part._buffers for model in models for part in model.modules() if part._buffers]
+        self._dicts = [each for each in buffers if isinstance(each, dict)]
+        # TorchScript's.
+        self._others = [each for each in buffers if not isinstance(each, dict)]
+
+    def now(self) -> list[torch.Tensor]:
+        """As they are: modules may put another tensor in a buffer's place."""
+        found: list[torch.Tensor] = load_extension().values_in(self._dicts)
+        for each in self._others:
+            found += [buffer for buffer in each.values() if buffer is not None]
+        return found

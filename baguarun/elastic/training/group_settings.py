@@ -46,8 +46,10 @@ class GroupSettings:
 
 
 def changed(before: Settings, now: Settings) -> Settings:
-    """Those of `now` that were others before."""
-    return {name: now[name] for name, value in before.items() if not _same(now[name], value)}
+    """Those of `now` that were others before; not the learning rate, which is not looked at, as to compare
+    tensors waits for an accelerator."""
+    names = (name for name in before if name != "lr")
+    return {name: now[name] for name in names if not _same(now[name], before[name])}
 
 
 def _copy(value: Any) -> Any:

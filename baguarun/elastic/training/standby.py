@@ -42,11 +42,14 @@ def own_memory(captured: Mapping[str, Any]) -> Landing:
 
 def _own_pages(models: Iterable[nn.Module]) -> None:
     """Have the weights' pages copied now, which were shared when loaders' processes were forked."""
+    owned = set()
     for model in models:
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_cpu and tensor.layout is torch.strided:
                 memory = tensor.untyped_storage()
-                load_extension().own_pages(memory.data_ptr(), memory.nbytes())
+                if memory.data_ptr() not in owned:
+                    owned.add(memory.data_ptr())
+                    load_extension().own_pages(memory.data_ptr(), memory.nbytes())
 
 
 def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:

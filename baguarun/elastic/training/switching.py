@@ -12,7 +12,7 @@ from baguarun.comm.backend import backend_on_cpu
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import made_over
 
-_ASK_EVERY_S = 0.15
+_ASK_EVERY_S = 0.2
 """Time between two questions, about: a World is left so much later."""
 _MOST_COMMITS = 16
 """Between two questions, however short steps are: the next ones may be long."""

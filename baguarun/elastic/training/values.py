@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -50,8 +50,24 @@ def restore(value: Any, kept: Any) -> Any:
     return copy.deepcopy(kept)
 
 
+def is_usual_scaler(value: object) -> TypeGuard[torch.amp.GradScaler]:
+    """Whether `tensors_of` and `settings_of` are all that `value` keeps."""
+    if not isinstance(value, torch.amp.GradScaler) or not value.is_enabled():
+        return False
+    return type(value).state_dict is torch.amp.GradScaler.state_dict
+
+
+def settings_of(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:
+    """What the script may set."""
+    return scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
+
+
+def set_settings(scaler: torch.amp.GradScaler, settings: tuple[float, float, int]) -> None:
+    scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = settings
+
+
 def tensors_of(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
-    """All that steps change of an enabled one between two `end_step`."""
+    """What steps change of an enabled one between two `end_step`."""
     if scaler._scale is None:
         # The first `scale` makes it, which a newcomer does not call if the first step has no sample for it.
         scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))

@@ -58,6 +58,61 @@ def test_a_scaler_begins_the_step_again(cut_short: str) -> None:
     assert (before - weight).tolist() == [1.0, 1.0, 1.0]
 
 
+class Remembering(torch.amp.GradScaler):
+    """Keeps something of its own."""
+
+    overflows = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "overflows": self.overflows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.overflows = state["overflows"]
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, Remembering])
+def test_whatever_a_scaler_keeps_goes_back(kind: type[torch.amp.GradScaler]) -> None:
+    scaler = kind("cpu", init_scale=1024.0, growth_interval=10)
+    captured: dict[str, Any] = {"scaler": scaler}
+    copies = CommittedCopies(captured)
+    copies.commit(captured)
+    before = scaler.state_dict()
+    for _ in range(2):
+        scaler.scale(torch.ones(()))
+        scaler.set_growth_interval(2 * scaler.get_growth_interval())
+        scaler.set_growth_factor(8.0)
+        scaler.set_backoff_factor(0.25)
+        assert scaler._scale is not None and scaler._growth_tracker is not None
+        scaler._scale.mul_(2)
+        scaler._growth_tracker.add_(1)
+        scaler.overflows = 5
+        copies.roll_back(captured)
+        assert scaler.state_dict() == before
+
+
+def test_a_scaler_that_is_off_is_left_alone() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    captured: dict[str, Any] = {"scaler": scaler}
+    copies = CommittedCopies(captured)
+    copies.commit(captured)
+    copies.roll_back(captured)
+    assert scaler.state_dict() == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_buffers_of_scripted_modules_go_back_too() -> None:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), nn.BatchNorm1d(3))
+    captured: dict[str, Any] = {"model": model}
+    copies = CommittedCopies(captured)
+    copies.commit(captured)
+    before = [buffer.clone() for buffer in model.buffers()]
+    model(torch.randn(4, 3))
+    assert not any(torch.equal(buffer, kept) for buffer, kept in zip(model.buffers(), before, strict=True))
+    copies.roll_back(captured)
+    assert all(torch.equal(buffer, kept) for buffer, kept in zip(model.buffers(), before, strict=True))
+
+
 def test_a_learning_rate_that_was_scaled_for_a_broken_step_does_not_come_back() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)

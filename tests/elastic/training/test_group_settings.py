@@ -50,12 +50,12 @@ def test_whatever_changes_is_seen(change: Callable[[list[dict[str, Any]]], objec
 def test_a_tensor_that_changes_in_its_place_is_seen_and_put_back_there() -> None:
     optimizer = make_optimizer(capturable=False)
     rate = torch.tensor(1.0)
-    optimizer.param_groups[0]["lr"] = rate
+    optimizer.param_groups[0].update(lr=rate, estimate=rate)
     settings = GroupSettings(optimizer)
     before = settings.read()
     rate.fill_(3.0)
     now = settings.read()
-    assert changed(before[0], now[0]) == {"lr": 3.0}
+    assert changed(before[0], now[0]) == {"estimate": 3.0}
     assert changed(before[1], now[1]) == {}
     settings.put_back(before)
     assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 1.0

@@ -117,7 +117,9 @@ def faults() -> int:
 @pytest.mark.parametrize("is_forked", [False, True])
 @pytest.mark.parametrize("offset", [0, 1, 5000])
 def test_pages_that_are_owned_are_not_missed_when_they_are_written(is_forked: bool, offset: int) -> None:
-    whole = torch.frombuffer(mmap.mmap(-1, 8_000_000, flags=mmap.MAP_PRIVATE), dtype=torch.int64)
+    memory = mmap.mmap(-1, 8_000_000, flags=mmap.MAP_PRIVATE)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.int64)
     if is_forked:
         whole += 7
     mine = whole[offset:]
