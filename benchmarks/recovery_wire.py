@@ -7,10 +7,8 @@ import subprocess
 import sys
 
 from tests.lab import Host
-from tests.lab.elastic_worker import network
+from tests.lab.elastic_worker import WIDTH, network
 
-_WIDTH = 1280
-"""The worker's default."""
 _COPIES = 3
 """Weights, and what Adam keeps of each."""
 _SENT_BYTES = 2**29
@@ -40,7 +38,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 
 def state_bytes() -> int:
     """What training of the worker's model goes on from."""
-    return _COPIES * sum(parameter.nbytes for parameter in network(_WIDTH).parameters())
+    return _COPIES * sum(parameter.nbytes for parameter in network(WIDTH).parameters())
 
 
 def wire_bytes_per_s(sender: Host, receiver: Host) -> float:

@@ -129,7 +129,6 @@ bool Communicator::hasUnsent() const { return implementation_->hasUnsent(); }
 void Communicator::sleep(Clock::time_point until) { implementation_->sleep(until); }
 void Communicator::wake() noexcept { implementation_->wake(); }
 void Communicator::abort(const std::string& reason) noexcept { implementation_->abort(reason); }
-
 void Communicator::fail(const Error& error) noexcept { implementation_->fail(error); }
 std::optional<Error> Communicator::failure() const { return implementation_->verdict().get(); }
 std::shared_ptr<void> Communicator::allocate(size_t bytes) { return implementation_->allocate(bytes); }

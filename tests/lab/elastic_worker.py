@@ -26,6 +26,7 @@ from baguarun.elastic import Checkpoints, ElasticSampler, State
 
 CLASSES = 10
 FEATURES = 784
+WIDTH = 1280
 
 
 class Blobs(Dataset):
@@ -59,7 +60,7 @@ def network(width: int) -> nn.Module:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--algorithm", default="gradient_allreduce")
-    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--samples", type=int, default=3200, help="in an epoch")
     parser.add_argument("--epochs", type=int, default=10**6)
     parser.add_argument("--batch-size", type=int, default=8, help="per worker at the start")
