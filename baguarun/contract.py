@@ -279,8 +279,9 @@ class Topic(enum.IntEnum):
     LEAVE = 4
     """To the worker: {"generation", "reason"}. As SWITCH, but exit with 0 at the boundary."""
     PING = 5
-    """To the worker, which answers with PONG, whatever its training does: {"lease_ms"}. For so long the node
-    cannot be taken for lost, and the job cannot go on elsewhere without it."""
+    """To the worker, which answers with PONG, whatever its training does: {"lease_ms", "newcomers"}. For so
+    long the node cannot be taken for lost, and the job cannot go on elsewhere without it; with "newcomers":
+    true workers are being started somewhere that will have to be taken in."""
 
     READY = 16
     """To the agent: {"generation", "port", "steps"}. Waits for a World: it has left `generation` (0: it was

@@ -55,6 +55,12 @@ class ControlChannel:
         found: bool = self._open().is_leased()
         return found
 
+    @property
+    def expects_newcomers(self) -> bool:
+        """Whether workers are being started that will have to be taken in, as the agent said last."""
+        found: bool = self._open().expects_newcomers()
+        return found
+
     def note(self, generation: int, steps: int) -> None:
         """So many steps are committed in that World: told with every PONG from now on. Wakes nobody."""
         self._open().note(generation, steps)

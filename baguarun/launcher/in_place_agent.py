@@ -413,8 +413,12 @@ class InPlaceAgent(NodeAgent):
                 if worker.heard_s < worker.asked_s:
                     part = _SILENT_PING_PART
                 worker.asked_s = now_s
-                lease_ms = int(1000 * self._session.lease_left_s)
-                worker.channel.send(ControlMessage(Topic.PING, {"lease_ms": lease_ms}))
+                worker.channel.send(ControlMessage(Topic.PING, self._news()))
+
+    def _news(self) -> dict[str, Any]:
+        """What workers are told with every PING."""
+        session = self._session
+        return {"lease_ms": int(1000 * session.lease_left_s), "newcomers": session.expects_newcomers}
 
     def _mention_late(self, worker: Worker, now_s: float) -> None:
         if self._said_late or now_s - worker.started_s < _LATE_S:

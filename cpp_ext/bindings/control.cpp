@@ -81,6 +81,7 @@ void bindControl(py::module_& module) {
       .def("next", &next, py::arg("timeout"))
       .def("pending", [](const Channel& channel) { return inPython(channel.pending()); })
       .def("is_leased", &Channel::isLeased)
+      .def("expects_newcomers", &Channel::expectsNewcomers)
       .def("note", &Channel::note, py::arg("generation"), py::arg("steps"))
       .def("send", &send, py::arg("framed"), withoutGil);
   py::class_<WorldStore, ::c10d::Store, c10::intrusive_ptr<WorldStore>>(module, "WorldStore")

@@ -126,6 +126,7 @@ struct Channel::State {
   Progress told;
   // Guarded by the mutex: none was told of before the first PING.
   std::optional<std::chrono::steady_clock::time_point> leasedUntil;
+  std::atomic<bool> expectsNewcomers{false};
 
   ~State() {
     close(fd);
@@ -144,6 +145,7 @@ struct Channel::State {
   void take(Message message) {
     if (message.topic == static_cast<uint8_t>(Topic::kPing)) {
       noteLease(message.body);
+      expectsNewcomers = message.body.find("\"newcomers\":true") != std::string::npos;
       write(frame(Topic::kPong, answer(std::move(message.body))));
       return;
     }
@@ -294,6 +296,8 @@ bool Channel::isLeased() const {
   const std::scoped_lock lock(state_->mutex);
   return !state_->leasedUntil || std::chrono::steady_clock::now() < *state_->leasedUntil;
 }
+
+bool Channel::expectsNewcomers() const { return state_->expectsNewcomers; }
 
 void Channel::note(uint64_t generation, uint64_t steps) {
   if (state_->isForked()) {

@@ -50,6 +50,8 @@ class Channel {
   std::optional<Message> pending() const;
   // Whether the newest PING's lease still runs; also if none has told of one.
   bool isLeased() const;
+  // Whether newcomers are on their way, as the newest PING says.
+  bool expectsNewcomers() const;
   // So many steps are committed in the World of `generation`: told with the answers to PING. Wakes nobody.
   void note(uint64_t generation, uint64_t steps);
   // Sends bytes that the contract has framed. Throws std::system_error.

@@ -104,6 +104,20 @@ def test_a_lease_runs_for_as_long_as_the_newest_ping_says(agent: Agent) -> None:
     assert not leased_after(lease_ms=0)
 
 
+def test_newcomers_are_expected_as_the_newest_ping_says(agent: Agent) -> None:
+    def expected_after(**body: object) -> bool:
+        agent.send(Topic.PING, **body)
+        agent.receive()
+        return agent.channel.expects_newcomers
+
+    assert not agent.channel.expects_newcomers
+    assert not expected_after(lease_ms=5)
+    assert expected_after(lease_ms=5, newcomers=True)
+    assert not expected_after(newcomers=False)
+    assert expected_after(newcomers=True)
+    assert not expected_after()
+
+
 def test_pending_is_the_newest_order_until_it_is_handed_out(agent: Agent) -> None:
     assert agent.channel.pending is None
     agent.send(Topic.SWITCH, generation=2, reason="a node joins")

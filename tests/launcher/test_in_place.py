@@ -152,7 +152,7 @@ def test_a_lost_worker_is_left_out_and_its_replacement_taken_in(job: Callable[..
     assert list(alone) == [survivor]
     again = two.until_world(2, beyond=2)
     notes = again[survivor]
-    told = [event for event in _events(notes) if event.isupper()]
+    told = [event for event in _events(notes) if event.isupper() and "EXPECTS" not in event]
     assert told == ["ABORT", "WORLD", "SWITCH", "WORLD"]
     told_s = next(note["time"] for note in notes if note["event"] == "WORLD") - killed_s
     print(f"from the kill to WORLD at the survivor: {told_s * 1000:.0f} ms")
@@ -178,6 +178,30 @@ def test_a_node_joins_and_leaves_while_the_other_goes_on(job: Callable[..., Job]
         assert _events(one.workers()[pid])[-2:] == ["LEAVE", "left"]
     assert "ABORT" not in _events(alone[survivor])
     one.finish()
+
+
+def test_workers_are_told_of_newcomers_that_are_on_their_way(job: Callable[..., Job]) -> None:
+    two = job("1:2")
+    hold = two.notes / "hold"
+
+    def has_heard(pid: int, *events: str) -> bool:
+        return [event for event in _events(two.workers()[pid]) if "EXPECTS" in event] == list(events)
+
+    two.start("a")
+    (survivor,) = two.until_world(1)
+    hold.touch()
+    two.start("b")
+    two.until(lambda _: has_heard(survivor, "EXPECTS"))
+    hold.unlink()
+    (victim,) = set(two.until_world(2)) - {survivor}
+    two.until(lambda _: has_heard(survivor, "EXPECTS", "EXPECTS NONE"))
+    hold.touch()
+    os.kill(victim, signal.SIGKILL)
+    two.until(lambda _: has_heard(survivor, "EXPECTS", "EXPECTS NONE", "EXPECTS"))
+    hold.unlink()
+    two.until_world(2, beyond=3)
+    two.until(lambda _: has_heard(survivor, "EXPECTS", "EXPECTS NONE", "EXPECTS", "EXPECTS NONE"))
+    two.finish()
 
 
 def test_when_all_workers_die_all_are_started_afresh(job: Callable[..., Job]) -> None:

@@ -1,7 +1,8 @@
 """A worker that is resized in place and trains nothing: `baguarun.contract` on its channel, no torch.
 
 Run as the script of a job. What happens to it is a line of JSON in `<argv[1]>/<pid>`; files in that folder
-tell all workers what to do: `finish` ends them, `fail` makes those fail that reach that step.
+tell all workers what to do: `finish` ends them, `fail` makes those fail that reach that step, `hold` keeps
+newcomers from being ready.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class FakeWorker:
         assert self.env.control_fd is not None, "want a control channel"
         self.channel = socket.socket(fileno=self.env.control_fd)
         self.decoder = ControlDecoder()
+        self.expects_newcomers = False
         self.listener = socket.create_server(("127.0.0.1", 0))
 
     def note(self, event: str, **what: Any) -> None:
@@ -55,6 +57,9 @@ class FakeWorker:
         for message in self.decoder.feed(data):
             if message.topic is Topic.PING:
                 self.send(Topic.PONG, **message.body)
+                if self.expects_newcomers != message.body["newcomers"]:
+                    self.expects_newcomers = message.body["newcomers"]
+                    self.note("EXPECTS" if self.expects_newcomers else "EXPECTS NONE")
             else:
                 self.note(message.topic.name, body=dict(message.body))
                 messages.append(message)
@@ -66,6 +71,8 @@ class FakeWorker:
         if self.generation:
             self.progress()
         else:
+            while (self.folder / "hold").exists():
+                time.sleep(STEP_S)
             self.wait_for_world()
         self.note("trains")
         told_s = 0.0

@@ -72,6 +72,14 @@ def decide_in_place(now_s: float, view: View, settings: MembershipSettings) -> D
     return _next_step(now_s, view, view.world, settings)
 
 
+def expects_newcomers(view: View) -> bool:
+    """Whether nodes that were asked to start workers have yet to be taken in, and there is room for them."""
+    if view.world is None:
+        return False
+    members = {member.node_id for member in view.world.members if member.workers}
+    return len(members) < view.places and not view.invited <= members
+
+
 def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Decision:
     here = len(view.nodes) - len(view.strangers)
     waiting = await_first_nodes(now_s, view, here, settings)

@@ -23,7 +23,7 @@ from baguarun.elastic.membership.actions import (
     Wait,
 )
 from baguarun.elastic.membership.decide import decide
-from baguarun.elastic.membership.decide_in_place import decide_in_place
+from baguarun.elastic.membership.decide_in_place import decide_in_place, expects_newcomers
 from baguarun.elastic.membership.examiner import Examiner
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
@@ -100,6 +100,8 @@ class Leader:
         self._reason_since_s = 0.0
         self._said: tuple[str, float] | None = None
         self._resynced = False
+        self.expects_newcomers = False
+        """In place: nodes that were asked to start workers have yet to be taken in."""
 
     def nudge(self) -> None:
         """Something that the leader counts may have changed."""
@@ -161,6 +163,7 @@ class Leader:
         examine_s = await self._examine(ledger)
         now_s = self._looked_s = self._now()
         view = ledger.view(now_s, self._pulse.last_gap_s(now_s, self._settings))
+        self.expects_newcomers = self._spec.in_place and expects_newcomers(view)
         decide_now = decide_in_place if self._spec.in_place else decide
         decision = decide_now(now_s, view, self._settings)
         if decision.reason != self._reason:

@@ -53,7 +53,15 @@ def record_of(
     if action.in_place is None:
         return record
     details = action.in_place
-    return replace(record, in_place=not details.fresh, polite=details.polite, streak=details.streak)
+    places = {node.node_id: node.record.slots for node in action.nodes}
+    is_short = any(not row.leaving and row.slots < places[node_id] for node_id, row in rows.items())
+    return replace(
+        record,
+        in_place=not details.fresh,
+        polite=details.polite,
+        is_short=is_short,
+        streak=details.streak,
+    )
 
 
 def members_of(action: Publish, rows: Mapping[str, Row]) -> tuple[Member, ...]:

@@ -168,6 +168,8 @@ class WorldRecord:
     """`World.in_place`"""
     polite: bool = False
     """Nobody of the World before is lost: its workers go on to a step boundary that they agree on."""
+    is_short: bool = False
+    """Some of its nodes have fewer workers than they shall have: others are being started."""
     streak: Streak = field(default_factory=Streak)
     broken: tuple[BrokenLink, ...] = ()
     """Links that broke lately, in this job; handed on, too."""

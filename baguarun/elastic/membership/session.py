@@ -130,6 +130,14 @@ class Session:
         """For so long nobody can take this node for lost, whatever becomes of the store; 0 if it may be."""
         return max(0.0, self._leased_until_s - asyncio.get_running_loop().time())
 
+    @property
+    def expects_newcomers(self) -> bool:
+        """In place: whether workers are being started that the next World takes in, as far as we know."""
+        place = self._follower.place
+        if place is not None and place.record.is_short:
+            return True
+        return self._leader is not None and self._leader.expects_newcomers
+
     async def acknowledge(self, generation: int, master_port: int | None) -> None:
         """Workers of older generations are gone; `master_port` is a free port here, used if we are node 0."""
         place = self._follower.place

@@ -295,7 +295,11 @@ class InPlaceRun:
         self._is_valid = True
 
     def _make_boundary(self) -> SwitchBoundary:
-        return SwitchBoundary(self._generation, in_step=not self._catching_up.replicas_differ)
+        return SwitchBoundary(
+            self._generation,
+            in_step=not self._catching_up.replicas_differ,
+            is_change_near=lambda: self._channel.expects_newcomers,
+        )
 
     def _exchange_standings(self) -> tuple[list[Standing], list[int]]:
         """Of all ranks: where they stand, and a number that tells whether their states fit together."""

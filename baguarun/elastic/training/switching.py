@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -30,17 +31,24 @@ class SwitchBoundary:
 
     Ranks that are in step ask when their gradients are there, so that the question goes about while
     optimizers step, and as seldom as the shortest of their wishes allows. Where that is in every step, as
-    steps are long, they wait for the answer in the same commit; else they look at it in the next one, where
-    it is there. Ranks that are not in step do not wait for each other: they look at the answer where they ask
-    again, some commits later.
+    steps are long or a change is near, they wait for the answer in the same commit; else they look at it in
+    the next one, where it is there. Ranks that are not in step do not wait for each other: they look at the
+    answer where they ask again, some commits later.
 
     Threads: the one that trains.
     """
 
-    def __init__(self, generation: int, *, in_step: bool) -> None:
-        """Collective over the default group. `in_step`: all ranks wait for each other in every step."""
+    def __init__(
+        self, generation: int, *, in_step: bool, is_change_near: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Collective over the default group. `in_step`: all ranks wait for each other in every step.
+
+        `is_change_near`: whether newcomers are on their way, as far as this rank knows. Ranks are asked as
+        often as can be while one of them knows.
+        """
         self._generation = generation
         self._in_step = in_step
+        self._is_change_near = is_change_near
         self._commits = 0
         # The commits at which ranks are asked next, and at which the answer is looked at.
         self._ask_at = self._look_at = 1
@@ -117,9 +125,11 @@ class SwitchBoundary:
         return newest, -interval
 
     def _wished_interval(self) -> int:
-        """Commits to the next question, as long as steps take what they took since the last one."""
+        """Commits to the next question: all that fit in the time between two, at the pace since the last."""
         now_s = time.monotonic()
         commits, elapsed_s = max(self._ask_at - self.asked_at, 1), now_s - self._asked_at_s
         self._asked_at_s = now_s
+        if self._is_change_near():
+            return 1
         every_s = _ASK_EVERY_S if self._in_step else _ASK_RELAXED_EVERY_S
         return max(1, min(round(every_s * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))

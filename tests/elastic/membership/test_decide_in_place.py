@@ -16,7 +16,7 @@ from baguarun.elastic.membership.actions import (
     Tell,
     Wait,
 )
-from baguarun.elastic.membership.decide_in_place import decide_in_place
+from baguarun.elastic.membership.decide_in_place import decide_in_place, expects_newcomers
 from baguarun.elastic.membership.job import UNLIMITED_RESTARTS
 from baguarun.elastic.membership.records import FailureReport, InPlaceState, Member, Past, Process
 from baguarun.elastic.membership.settings import MembershipSettings
@@ -55,14 +55,19 @@ def a_world(*members: Member, live: bool = True, **rest: Any) -> CurrentWorld:
 FRESH = a_world(a_member(A, A0, A1), a_member(B, B0, B1))
 
 
-def decided(
-    *nodes: Node, world: CurrentWorld | None = FRESH, nnodes: tuple[int, int] = (1, 3), **rest: Any
-) -> tuple[Action, str]:
-    spec = replace(a_spec(*nnodes, max_restarts=UNLIMITED_RESTARTS), in_place=True)
-    if "max_restarts" in rest:
-        spec = replace(spec, max_restarts=rest.pop("max_restarts"))
-    view = View(spec=spec, nodes=nodes_of(*nodes), world=world, **rest)
-    decision = decide_in_place(NOW_S, view, SETTINGS)
+def a_view(
+    *nodes: Node,
+    world: CurrentWorld | None = FRESH,
+    nnodes: tuple[int, int] = (1, 3),
+    max_restarts: int = UNLIMITED_RESTARTS,
+    **rest: Any,
+) -> View:
+    spec = replace(a_spec(*nnodes, max_restarts=max_restarts), in_place=True)
+    return View(spec=spec, nodes=nodes_of(*nodes), world=world, **rest)
+
+
+def decided(*nodes: Node, **rest: Any) -> tuple[Action, str]:
+    decision = decide_in_place(NOW_S, a_view(*nodes, **rest), SETTINGS)
     return decision.action, decision.reason
 
 
@@ -167,6 +172,22 @@ def test_a_node_is_asked_to_start_newcomers_only_if_there_is_room() -> None:
     assert decided(A, B, C)[0] == Invite(("c",))
     assert isinstance(decided(A, B, C, invited=frozenset("c"))[0], Wait)
     assert decided(A, B, C, nnodes=(1, 2))[0] == Tell(("c",), refused=False)
+
+
+def test_newcomers_are_expected_from_nodes_that_were_asked_for_them_until_they_are_in() -> None:
+    def expected(*nodes: Node, **rest: Any) -> bool:
+        return expects_newcomers(a_view(*nodes, **rest))
+
+    asked = {"invited": frozenset("c")}
+    assert expected(A, B, C, **asked)
+    assert not expected(A, B, C)
+    joined = a_world(a_member(A, A0, A1), a_member(B, B0, B1), a_member(C, Process(0, 0, 1)))
+    assert not expected(A, B, C, world=joined, **asked)
+    # It leaves again, and is a member without workers until it has gone; or the job was scaled down.
+    without = a_world(a_member(A, A0, A1), a_member(B, B0, B1), a_member(C))
+    assert expected(A, B, C, world=without, **asked)
+    assert not expected(A, B, C, desired=2, **asked)
+    assert not expected(A, B, C, world=None, **asked)
 
 
 def test_a_leaving_node_goes_politely_if_enough_stay() -> None:

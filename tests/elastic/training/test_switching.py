@@ -65,6 +65,29 @@ def test_ranks_are_asked_at_every_commit_once_steps_are_long() -> None:
     assert run_ranks(_asked_at_when_steps_become_long, 2) == [wanted] * 2
 
 
+def _asked_at_with_newcomers_on_their_way(in_step: bool) -> list[int]:
+    """The commits at which ranks are asked, where one rank knows between the commits 20 and 40."""
+    switching._ASK_EVERY_S = switching._ASK_RELAXED_EVERY_S = 1e6
+    commits = [0]
+    boundary = SwitchBoundary(
+        1, in_step=in_step, is_change_near=lambda: dist.get_rank() == 1 and 20 < commits[-1] < 40
+    )
+    asked = []
+    for commit in range(1, 60):
+        commits.append(commit)
+        boundary.before_step(1)
+        boundary.at_commit(1)
+        asked.append(boundary.asked_at)
+    return sorted(set(asked))
+
+
+def test_ranks_are_asked_as_often_as_can_be_while_one_of_them_expects_newcomers() -> None:
+    in_step = [1, 17, 33, 35, 36, 37, 38, 39, 40, 56]
+    assert run_ranks(_asked_at_with_newcomers_on_their_way, 2, True) == [in_step] * 2
+    relaxed = [1, 3, 11, 19, 27, 35, 37, 39, 41, 43, 51, 59]
+    assert run_ranks(_asked_at_with_newcomers_on_their_way, 2, False) == [relaxed] * 2
+
+
 def _told_within_a_step(told_before: int, told_after: int) -> list[int | None]:
     """What is found at two commits by ranks of which one is told before or after its optimizer steps."""
     switching._ASK_EVERY_S = 0.0
