@@ -13,14 +13,13 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from baguarun.contract import Failure
+from baguarun.elastic.membership.candidacy import Candidacy
 from baguarun.elastic.membership.events import MembershipEvent, StoreBack, StoreLost
-from baguarun.elastic.membership.examiner import Examiner
 from baguarun.elastic.membership.follower import Follower, Place
 from baguarun.elastic.membership.job import JobSpec, NodeOffer
 from baguarun.elastic.membership.keys import JobKeys
-from baguarun.elastic.membership.leader import Badge, Leader
 from baguarun.elastic.membership.ledger import Pulse
-from baguarun.elastic.membership.lookout import Identity, Lookout
+from baguarun.elastic.membership.lookout import Identity
 from baguarun.elastic.membership.probe import Probing
 from baguarun.elastic.membership.records import (
     FailureReport,
@@ -80,22 +79,17 @@ class Session:
         self._queue: asyncio.Queue[MembershipEvent | None] = asyncio.Queue()
         self._follower = Follower(spec, offer.node_id, self._queue.put_nowait)
         self._prober = prober
-        self._lookout = Lookout(store, self._keys, settings, prober) if prober is not None else None
+        self._pulse = Pulse(0.0)
+        self._candidacy = Candidacy(
+            store, spec, settings, self._follower, self._pulse, self._patiently, prober
+        )
         self._lease = 0
         self._leased_until_s = 0.0
         self._token = ""
         self._state = InPlaceState()
         self._record: NodeRecord | None = None
-        self._pulse = Pulse(0.0)
         self._check_lease = asyncio.Event()
-        self._vacant = asyncio.Event()
-        self._occupied = asyncio.Event()
-        self._promoted = asyncio.Event()
-        """We have taken the leader key from a leader that is silent."""
         self._farewell = False
-        self._leading = False
-        self._joined_as_leader = False
-        self._leader: Leader | None = None
         self._ack: tuple[int, int | None] | None = None
         self._failed: tuple[int, bool] | None = None
         self._store_lost = False
@@ -136,7 +130,7 @@ class Session:
         place = self._follower.place
         if place is not None and place.record.is_short:
             return True
-        return self._leader is not None and self._leader.expects_newcomers
+        return self._candidacy.expects_newcomers
 
     async def acknowledge(self, generation: int, master_port: int | None) -> None:
         """Workers of older generations are gone; `master_port` is a free port here, used if we are node 0."""
@@ -259,13 +253,13 @@ class Session:
                 if again:
                     revision = await self._catch_up()
                 if not self._follower.finished:
-                    work = (self._keep_lease(), self._follow(revision + 1), self._lead(), self._look_out())
-                    await first_of(*work)
+                    candidacy = self._candidacy
+                    work = (self._keep_lease(), self._follow(revision + 1))
+                    await first_of(*work, candidacy.lead(), candidacy.look_out())
                 return
             except RejoinError as error:
                 log.warning("node %s: %s; registering again", self._offer.name, error)
                 self._lease, self._leased_until_s = 0, 0.0
-                self._leading = False
                 # Ours may not be the only lease that ended: if we lead, the others get time to come back.
                 self._pulse.gap_s = asyncio.get_running_loop().time()
                 again = True
@@ -281,14 +275,16 @@ class Session:
                 self._lease = await self._patiently(grant)
                 self._token = secrets.token_hex(8)
                 self._renewed()
+            me = Identity(self._offer.node_id, self._token, self._lease)
             result = await self._try_to_join(place.past() if place else None, newest)
             if result.succeeded:
-                self._leading = self._joined_as_leader = result.created[0]
+                self._candidacy.register(me, leads=result.created[0])
                 return result.revision
             entry = await self._patiently(lambda: self._store.get(self._node_key))
             if entry is not None and NodeRecord.from_json(entry.value).token == self._token:
                 # The transaction was applied and only its reply was lost.
-                self._leading = self._joined_as_leader = await self._patiently(self._holds_leader_key)
+                leads = await self._patiently(partial(self._candidacy.holds_leader_key, me))
+                self._candidacy.register(me, leads=leads)
                 return entry.create_revision
             if entry is not None:
                 clash_since_s = await self._wait_for_id(clash_since_s)
@@ -336,7 +332,7 @@ class Session:
         rows = await self._patiently(lambda: self._store.list(self._row_prefix))
         for entry in (*rows.entries, *snapshot.entries):
             self._follower.read(entry)
-        self._note_leader(any(entry.key == self._keys.leader for entry in snapshot.entries))
+        self._candidacy.note_leader(any(entry.key == self._keys.leader for entry in snapshot.entries))
         await self._answer()
         await self._send_ack()
         return snapshot.revision
@@ -370,7 +366,7 @@ class Session:
                 await self._catch_up()
             for event in batch.events:
                 if event.entry.key == self._keys.leader:
-                    self._note_leader(event.change is Change.PUT)
+                    self._candidacy.note_leader(event.change is Change.PUT)
                 elif event.entry.key == self._node_key:
                     self._note_registration(event.change)
                 elif event.change is Change.PUT:
@@ -410,84 +406,7 @@ class Session:
             return
         key = self._keys.ack(generation, self._offer.node_id)
         await self._report(key, port_to_json(port), leased=True)
-        if self._leader is not None:
-            self._leader.nudge()
-
-    # -- leading
-
-    async def _lead(self) -> None:
-        """Lead whenever the leader key is ours; take it when it is free."""
-        while True:
-            if not self._leading:
-                await first_of(self._vacant.wait(), self._promoted.wait())
-                if not self._promoted.is_set():
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        await within(self._stagger_s(), self._occupied.wait())
-                        continue
-                self._promoted.clear()
-                self._leading = await self._patiently(self._stand)
-                self._joined_as_leader = False
-                if not self._leading:
-                    if self._lookout is not None:
-                        self._lookout.replaced.clear()
-                    # Somebody was faster; the event that says so is on its way.
-                    await asyncio.sleep(self._settings.retry_s)
-                    continue
-            badge = Badge(self._offer.node_id, self._token, self._joined_as_leader)
-            examiner = self._examiner()
-            self._leader = Leader(self._store, self._spec, self._settings, badge, self._pulse, examiner)
-            try:
-                await self._leader.run()
-            finally:
-                if examiner is not None:
-                    examiner.stop()
-                self._leader = None
-                self._leading = False
-
-    def _examiner(self) -> Examiner | None:
-        if self._prober is None or self._lookout is None:
-            return None
-        asked, self._lookout.replaced = self._lookout.replaced, {}
-        return Examiner(self._keys, self._offer.node_id, self._settings, self._prober, asked)
-
-    async def _look_out(self) -> None:
-        """Watch over our neighbours, where they can be asked."""
-        if self._lookout is None:
-            await self._ended.wait()
-            return
-        me = Identity(self._offer.node_id, self._token, self._lease)
-        self._lookout.stop()
-        while True:
-            await self._lookout.run(lambda: self._follower.place, me)
-            self._promoted.set()
-
-    async def _stand(self) -> bool:
-        compares = [Compare(self._keys.leader, exists=False), Compare(self._node_key, exists=True)]
-        claim = Put(self._keys.leader, self._token.encode(), self._lease)
-        result = await self._store.transact(compares, [claim])
-        return result.succeeded or await self._holds_leader_key()
-
-    async def _holds_leader_key(self) -> bool:
-        """Whether a transaction whose reply was lost had made us leader."""
-        leader = await self._store.get(self._keys.leader)
-        return leader is not None and leader.value == self._token.encode()
-
-    def _stagger_s(self) -> float:
-        """Node ranks 0 and 1 stand at once, the others later one by one, newcomers last."""
-        place = self._follower.place
-        if place is None:
-            return random.uniform(1.5, 2.0)
-        if place.row.node_rank <= 1:
-            return 0.0
-        return 0.25 + place.row.node_rank / place.record.num_nodes
-
-    def _note_leader(self, present: bool) -> None:
-        if present:
-            self._vacant.clear()
-            self._occupied.set()
-        else:
-            self._occupied.clear()
-            self._vacant.set()
+        self._candidacy.nudge()
 
     # -- the store, which may be away
 
