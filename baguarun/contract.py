@@ -299,6 +299,10 @@ class Topic(enum.IntEnum):
     "busy_s": the time between the commit told of in the PONG before and this one's in which it did not wait
     for others; None where that cannot be told, or if that was another World's."""
 
+    ARRIVED = 20
+    """To the agent: {}. A newcomer has called `baguarun.elastic.run`; READY follows when it has made room for
+    what it will be sent."""
+
 
 @dataclass(frozen=True)
 class ControlMessage:

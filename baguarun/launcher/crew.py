@@ -46,8 +46,10 @@ class Worker:
     """For when it does not."""
     asked_s: float = 0.0
     """When it was asked last whether it lives."""
+    arrived: bool = False
+    """It has come to `baguarun.elastic.run`, as a newcomer."""
     entered: bool = False
-    """It is in `baguarun.elastic.run`."""
+    """It is in `baguarun.elastic.run`, and ready for a World or in one."""
     port: int | None = None
     """It is ready for the next World, and listens there."""
     steps: int = 0

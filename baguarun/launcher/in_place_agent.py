@@ -188,6 +188,9 @@ class InPlaceAgent(NodeAgent):
                 worker.steps = body["steps"]
                 self._enter(worker)
                 self._acknowledge_if_ready()
+            case Topic.ARRIVED:
+                worker.arrived = True
+                self._update()
             case Topic.PROGRESS:
                 self._paces.progressed(worker.id, body)
                 self._enter(worker)
@@ -309,9 +312,11 @@ class InPlaceAgent(NodeAgent):
     def _update(self, *, tell_steps: bool = False) -> None:
         self._status.workers_running = len(self._crew.living)
         workers = self._offered()
+        arriving = sum(worker.arrived and not worker.entered for worker in self._crew.living.values())
         state = InPlaceState(
             workers=workers,
             waiting=tuple(p for p in workers if not self._crew.living[p].generation),
+            arriving=min(arriving, self._settings.slots - len(workers)),
             lost=self._lost,
             failure=self._first_failure(),
             steps=self._state.steps,

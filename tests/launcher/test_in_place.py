@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,9 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from baguarun.elastic.membership.etcd import EtcdStore
+from baguarun.elastic.membership.keys import JobKeys
+from baguarun.elastic.membership.records import NodeRecord
 from baguarun.errors import NO_PROGRESS_EXIT_CODE
 from baguarun.launcher.options import OPTIONS
 from tests.support import fake_worker
@@ -32,7 +36,7 @@ class Job:
     def __init__(self, folder: Path, store: EtcdServer, nnodes: str, *options: str) -> None:
         self.notes = folder / "notes"
         self.notes.mkdir()
-        self._folder = folder
+        self._folder, self._store = folder, store
         self._words = ["--elastic", "in-place", "--nnodes", nnodes, "--store", str(store.url)]
         self._words += ["--job-id", "j", "--detect-timeout", "2", "--shutdown-timeout", "5", *options]
         self.agents: dict[str, subprocess.Popen[str]] = {}
@@ -101,6 +105,19 @@ class Job:
             return None
 
         return self.until(is_there)
+
+    def arriving(self) -> int:
+        """Newcomers that have arrived and are not ready, as their agents have told."""
+
+        async def read() -> int:
+            store = await EtcdStore.open(self._store.url)
+            try:
+                found = await store.list(JobKeys("j").nodes)
+            finally:
+                await store.close()
+            return sum(NodeRecord.from_json(entry.value).state.arriving for entry in found.entries)
+
+        return asyncio.run(read())
 
     def finish(self) -> None:
         (self.notes / "finish").touch()
@@ -192,6 +209,7 @@ def test_workers_are_told_of_newcomers_that_are_on_their_way(job: Callable[..., 
     hold.touch()
     two.start("b")
     two.until(lambda _: has_heard(survivor, "EXPECTS"))
+    two.until(lambda _: two.arriving() == 1)
     hold.unlink()
     (victim,) = set(two.until_world(2)) - {survivor}
     two.until(lambda _: has_heard(survivor, "EXPECTS", "EXPECTS NONE"))
@@ -201,6 +219,7 @@ def test_workers_are_told_of_newcomers_that_are_on_their_way(job: Callable[..., 
     hold.unlink()
     two.until_world(2, beyond=3)
     two.until(lambda _: has_heard(survivor, "EXPECTS", "EXPECTS NONE", "EXPECTS", "EXPECTS NONE"))
+    assert two.arriving() == 0
     two.finish()
 
 

@@ -71,6 +71,7 @@ class FakeWorker:
         if self.generation:
             self.progress()
         else:
+            self.send(Topic.ARRIVED)
             while (self.folder / "hold").exists():
                 time.sleep(STEP_S)
             self.wait_for_world()

@@ -266,7 +266,7 @@ def _change_politely(
         return Decision(Wait(), f"{names} wants to leave; too few nodes would be left")
     if muster.newcomers:
         until_s = view.newcomer_s + settings.newcomers_settle_s
-        if now_s < until_s and _more_may_come(view, muster):
+        if now_s < until_s and any(node.record.state.arriving for node in view.nodes.values()):
             return Decision(Wait(until_s), f"{running}; more are joining")
         reason = f"new workers on {join_names(muster.newcomers)}"
         return _go_on(view, muster, world.restart_count, reason, polite=True)
@@ -282,12 +282,6 @@ def _is_starting(view: View, world: CurrentWorld) -> bool:
         and not set(member.workers).issubset(view.nodes[member.node_id].record.state.workers)
         for member in world.members
     )
-
-
-def _more_may_come(view: View, muster: _Muster) -> bool:
-    full = all(len(muster.workers[node.node_id]) >= node.record.slots for node in muster.staying)
-    asked = view.invited.difference(node.node_id for node in muster.working)
-    return not full or bool(asked)
 
 
 def _invite(

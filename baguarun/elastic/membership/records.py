@@ -57,6 +57,8 @@ class InPlaceState:
     """Alive and in `baguarun.elastic.run`: all that a World in place may consist of; at most `slots`."""
     waiting: tuple[Process, ...] = ()
     """Those of `workers` that have been in no World yet."""
+    arriving: int = 0
+    """So many more will be offered in a moment: they have come to `baguarun.elastic.run`."""
     lost: tuple[Process, ...] = ()
     """Workers of the newest World that have failed."""
     failure: FailureReport | None = None

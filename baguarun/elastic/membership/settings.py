@@ -65,8 +65,8 @@ class MembershipSettings:
 
     @property
     def newcomers_settle_s(self) -> float:
-        """The same in place, where others train on meanwhile: a node's workers, which start at the same time
-        and are ready some tenths of a second apart, make the others stand once."""
+        """The same in place, where others train on meanwhile, for newcomers that have arrived and are not
+        ready yet: a node's workers, which start at the same time, make the others stand once."""
         return 0.35
 
     @property

@@ -76,6 +76,7 @@ class InPlaceRun:
 
     def prepare(self, arguments: Iterable[object]) -> None:
         """Do what can be done before a newcomer is taken in; `arguments` are the training function's."""
+        self._tell(Topic.ARRIVED)
         standby.start_loaders(arguments)
         self._catching_up.landing = standby.own_memory(self._captured)
 
@@ -137,7 +138,6 @@ class InPlaceRun:
                 raise
             self._ending = error
             return
-        self._catching_up.note_boundary(self._boundary.asked_at, self._boundary.all_came_to)
         if newest is not None:
             self._ending = WorldEnds("all workers leave this World here")
             if not may_wait:

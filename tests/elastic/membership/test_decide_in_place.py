@@ -160,10 +160,12 @@ def test_nobody_comes_in_before_all_workers_have_entered() -> None:
 def test_the_workers_of_a_node_come_in_together_if_they_are_ready_within_a_moment() -> None:
     """The others stand once for both; a worker that takes longer does not keep the first one out."""
     first, second = Process(0, 0, 1), Process(1, 0, 1)
-    one = with_state(C, first)
+    one = with_state(C, first, arriving=1)
     action, reason = decided(A, B, one, newcomer_s=NOW_S - 0.1)
     assert action == Wait(NOW_S - 0.1 + SETTINGS.newcomers_settle_s) and "more are joining" in reason
     assert published(A, B, one, newcomer_s=NOW_S - 0.5)[0]["c"] == (first,)
+    # Nor one that has not even arrived.
+    assert published(A, B, with_state(C, first), newcomer_s=NOW_S)[0]["c"] == (first,)
     both = with_state(C, first, second)
     assert published(A, B, both, newcomer_s=NOW_S)[0]["c"] == (first, second)
 
