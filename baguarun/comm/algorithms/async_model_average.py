@@ -90,6 +90,8 @@ _UNKNOWN = 0
 @dataclass(frozen=True, kw_only=True)
 class _Round:
     average: Pending
+    steps: int
+    """What snapshots were taken after."""
     period_vote: PendingReduction | None
     """None in the first round, which is asked about while it is under way."""
     started_at: float
@@ -143,6 +145,8 @@ class AsyncStepper(Stepper):
         self.steps += 1
         self._counted_steps += 1
         self._counted_s += self._clock() - self._boundary_ended_at
+        if self.steps <= self._settings.warmup_steps:
+            self.shared_steps = self.steps
         self._apply_resumed_change()
         if self._round is not None and self._is_done(self._round):
             self._apply(self._round)
@@ -229,7 +233,7 @@ class AsyncStepper(Stepper):
             # The round under way is bound by the period agreed before it: it must end before the next starts.
             self._next_start = self.steps + self._period
         self._counted_steps, self._counted_s = 0, 0.0
-        self._round = _Round(average=average, period_vote=vote, started_at=self._clock())
+        self._round = _Round(average=average, steps=self.steps, period_vote=vote, started_at=self._clock())
 
     def _wanted_period(self) -> int:
         return choose_period(
@@ -267,6 +271,7 @@ class AsyncStepper(Stepper):
         if running.period_vote is not None:
             self._period = round(running.period_vote.wait()[0].item())
         self._round_s = self._clock() - running.started_at
+        self.shared_steps = running.steps
         self._round = None
         for mine, average, snapshot in zip(
             self.context.weights.buffers, averages, self._snapshot, strict=True

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.algorithms import AsyncModelAverage
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.groups import read_worker_env
 from baguarun.elastic.training import replicated, streaming
@@ -44,16 +43,12 @@ class CatchingUp:
         )
         self.replicas_differ = any(model.algorithm.exchanges_weights for model in self._models)
         self._is_whole = True
-        self._waits_for_all = not any(
-            isinstance(model.algorithm, AsyncModelAverage) for model in self._models
-        )
         self._accounts: list[Account] = []
         self._old_world_size = 1
         # Places of this World's data that the lost had shared: at the last exchange in which all took part.
         self._shared_to: list[tuple[int, int]] = []
         # Those after each step since, with how many steps each model had taken; the oldest first.
         self._unshared: deque[tuple[list[int], list[tuple[int, int]]]] = deque()
-        self._places_at: dict[int, list[tuple[int, int]]] = {}
 
     def standing(self, *, valid: bool) -> Standing:
         """Where this rank stands."""
@@ -68,7 +63,7 @@ class CatchingUp:
     def commit(self) -> None:
         """A step ends here."""
         self._keep()
-        if self.replicas_differ and self._waits_for_all:
+        if self.replicas_differ:
             counts = [model.shared_steps() for model in self._models]
             self._unshared.append(([steps for steps, _ in counts], self._places()))
             shared = [steps for _, steps in counts]
@@ -78,13 +73,6 @@ class CatchingUp:
     def _keep(self) -> None:
         self.applied.commit()
         self.copies.commit(self._captured)
-
-    def note_boundary(self, asked_at: int, all_came_to: int) -> None:
-        """Where ranks wait for nobody, the rest has shared what it had done when all were asked last."""
-        if self.replicas_differ and not self._waits_for_all and asked_at > 0:
-            self._places_at.setdefault(asked_at, self._places())
-            self._shared_to = self._places_at.get(all_came_to, [])
-            self._places_at = {at: places for at, places in self._places_at.items() if at >= all_came_to}
 
     def share_weights(self) -> None:
         """Make replicas that differ their average, at a commit that all have come to: who goes after that
@@ -154,7 +142,6 @@ class CatchingUp:
         self._is_whole = True
         self._shared_to = self._places()
         self._unshared.clear()
-        self._places_at.clear()
 
     def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
         replicated.adopt(self._captured, received["values"], buffers=begins_anew)

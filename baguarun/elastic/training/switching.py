@@ -33,7 +33,8 @@ class SwitchBoundary:
     optimizers step, and as seldom as the shortest of their wishes allows. Where that is in every step, as
     steps are long or a change is near, they wait for the answer in the same commit; else they look at it in
     the next one, where it is there. Ranks that are not in step do not wait for each other: they look at the
-    answer where they ask again, some commits later.
+    answer where they ask again, some commits later. With a change near they do as the others, so that all
+    are at one place when it comes.
 
     Threads: the one that trains.
     """
@@ -47,7 +48,7 @@ class SwitchBoundary:
         often as can be while one of them knows.
         """
         self._generation = generation
-        self._in_step = in_step
+        self._in_step = self._together = in_step
         self._is_change_near = is_change_near
         self._commits = 0
         # The commits at which ranks are asked next, and at which the answer is looked at.
@@ -55,8 +56,6 @@ class SwitchBoundary:
         self._asked_at_s = time.monotonic()
         self.asked_at = 0
         """Number of the commit in this World at which the ranks were asked last; 0 before."""
-        self.all_came_to = 0
-        """Commits in this World that all ranks are known to have come to."""
         self._question: Any = None
         if dist.get_world_size() > 1:
             # On the CPU whatever the default group is on: no stream of an accelerator is waited for.
@@ -72,7 +71,7 @@ class SwitchBoundary:
 
     def before_step(self, told: int) -> None:
         """An optimizer steps next. `told`: the newest generation that this rank has been told of."""
-        is_due = self._in_step and not self._is_asked and self._commits + 1 == self._ask_at
+        is_due = self._together and not self._is_asked and self._commits + 1 == self._ask_at
         if is_due and self._question is not None:
             self._start(told)
 
@@ -82,15 +81,15 @@ class SwitchBoundary:
         if self._question is None:
             return told if told > self._generation else None
         newest, interval = self._generation, 0
-        if self._commits == self._ask_at and self._in_step and not self._is_asked:
+        if self._commits == self._ask_at and self._together and not self._is_asked:
             self._start(told)
         if self._is_asked and self._commits == self._look_at:
             newest, interval = self._answer()
-            self.all_came_to = self.asked_at
-            if self._in_step:
+            self._together = self._in_step or interval == 1
+            if self._together:
                 self._ask_at = max(self.asked_at + interval, self._commits + 1)
                 self._look_at = self._ask_at if interval == 1 else self._ask_at + 1
-        if self._commits == self._ask_at and not self._in_step and newest == self._generation:
+        if self._commits == self._ask_at and not self._together and newest == self._generation:
             self._start(told)
             least, most = _RELAXED_COMMITS
             self._ask_at = self._look_at = self._commits + max(least, min(interval, most))
@@ -132,4 +131,5 @@ class SwitchBoundary:
         if self._is_change_near():
             return 1
         every_s = _ASK_EVERY_S if self._in_step else _ASK_RELAXED_EVERY_S
-        return max(1, min(round(every_s * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))
+        least = 1 if self._in_step else _RELAXED_COMMITS[0]
+        return max(least, min(round(every_s * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))

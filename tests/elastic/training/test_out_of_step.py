@@ -56,6 +56,7 @@ def test_ranks_out_of_step_repeat_no_sample_of_a_survivor(tmp_path: Path, algori
         (DiLoCo(local_steps=3), 3),
         (Decentralized(peer_selection_mode="all"), 4),
         (LowPrecisionDecentralized(), 4),
+        (AsyncModelAverage(warmup_steps=10), 5),
     ],
     ids=str,
 )
@@ -87,6 +88,28 @@ def test_what_a_lost_worker_had_not_shared_is_counted_and_what_follows_a_commit_
         len(set(all_samples(3)) - set(trained)) == shared
         and set(all_samples(3)) - set(trained) <= of_the_dead
     )
+
+
+def test_what_a_lost_worker_had_shared_with_async_is_what_rounds_that_ended_began_with(
+    tmp_path: Path,
+) -> None:
+    """It is lost in its sixth step. Rounds start after the steps 1, 4 and 7: the last one may have broken."""
+    lost = At(local_rank=1, point="begin", step=5)
+    algorithm = AsyncModelAverage(sync_interval_ms=10**6, max_staleness_steps=3)
+    script = Script(folder=tmp_path / "job", epochs=3, happenings=[lost], algorithm=algorithm, batch_size=1)
+    story = train(script, 3)
+    survivors = [log for log in story.logs.values() if log[-1]["what"] == "end"]
+    applied = [
+        sum(entry["what"] == "applied" and entry["generation"] == 1 for entry in log) for log in survivors
+    ]
+    trained = story.trained_samples()
+    assert len(trained) == len(set(trained))
+    missing = set(all_samples(3)) - set(trained)
+    assert len(missing) in (1, 4) and missing <= set(story.samples_of_the_dead())
+    # One sample was dealt to it in each step that anybody has done: of one whose end waited for a round that
+    # broke there is no line.
+    (lost_samples,) = {log[-1]["lost"] for log in survivors}
+    assert lost_samples + len(missing) - max(applied) in (0, 1)
 
 
 TRAINS_ALONE = pytest.mark.parametrize(
