@@ -281,7 +281,7 @@ class Topic(enum.IntEnum):
     PING = 5
     """To the worker, which answers with PONG, whatever its training does: {"lease_ms", "newcomers"}. For so
     long the node cannot be taken for lost, and the job cannot go on elsewhere without it; with "newcomers":
-    true workers are being started somewhere that will have to be taken in."""
+    true workers are likely to come soon that will have to be taken in."""
 
     READY = 16
     """To the agent: {"generation", "port", "steps"}. Waits for a World: it has left `generation` (0: it was

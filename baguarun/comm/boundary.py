@@ -17,9 +17,10 @@ from baguarun.errors import CommunicationError, UsageError
 class StepBoundary:
     """A step ends when all of `optimizers` have stepped since the last end.
 
-    It ends too when a forward comes after a backward that some optimizer has not followed: GradScaler leaves
-    steps out on the rank whose gradients overflowed, and all ranks must count alike. Hence a backward whose
-    forward was outside of no_sync counts as a step, with or without an optimizer's.
+    It ends too when a forward, or `end_left_out`, comes after a backward that some optimizer has not
+    followed: GradScaler leaves steps out on the rank whose gradients overflowed, and all ranks must count
+    alike. Hence a backward whose forward was outside of no_sync counts as a step, with or without an
+    optimizer's.
     """
 
     def __init__(self, stepper: Stepper, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -48,10 +49,10 @@ class StepBoundary:
         if self._trained and not self._stepping:
             self._end()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step was left out, which ends at the next forward."""
-        return self._trained
+    def end_left_out(self) -> None:
+        """Where a step is over for the script: end one that was left out, as others wait for its exchange."""
+        if self._trained:
+            self._end_or_hold()
 
     def close(self) -> None:
         """No step ends here any more, whatever still holds this object; an error that is held is dropped."""
@@ -103,14 +104,17 @@ class StepBoundary:
         self._stepping = False
         self._stepped.add(optimizer)
         if self._stepped == self._waiting_for:
-            try:
-                self._end()
-            except (CommunicationError, dist.DistError) as error:
-                if not self.holds_errors:
-                    raise
-                # Without frames, which hold this object; what it came of is in its text.
-                self._held = error.with_traceback(None)
-                error.__cause__ = error.__context__ = None
+            self._end_or_hold()
+
+    def _end_or_hold(self) -> None:
+        try:
+            self._end()
+        except (CommunicationError, dist.DistError) as error:
+            if not self.holds_errors:
+                raise
+            # Without frames, which hold this object; what it came of is in its text.
+            self._held = error.with_traceback(None)
+            error.__cause__ = error.__context__ = None
 
     def _end(self) -> None:
         if not self._prepared:

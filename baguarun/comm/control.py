@@ -57,7 +57,7 @@ class ControlChannel:
 
     @property
     def expects_newcomers(self) -> bool:
-        """Whether workers are being started that will have to be taken in, as the agent said last."""
+        """Whether workers are likely to come soon that will have to be taken in, as the agent said last."""
         found: bool = self._open().expects_newcomers()
         return found
 

@@ -128,6 +128,11 @@ class DistributedDataParallel(nn.Module):
         """
         self._session.require_complete()
 
+    def end_left_out_step(self) -> None:
+        """At a commit: take part in the exchange behind a step that a GradScaler has left out on this rank,
+        which would come with the next forward; other ranks may wait for it now."""
+        self._session.end_left_out_step()
+
     def require_ended(self) -> None:
         """After `optimizer.step()`: the exchange of weights that comes behind it has not broken.
 

@@ -201,6 +201,11 @@ class DataParallelSession:
         if reason is not None:
             raise CommunicationError(f"the World is given up: {reason}")
 
+    def end_left_out_step(self) -> None:
+        """At a commit, with an algorithm that exchanges weights: a scaler may have left the step out here."""
+        if self._boundary is not None:
+            self._boundary.end_left_out()
+
     def require_ended(self) -> None:
         """After an optimizer's step: raise what broke the exchange behind it, if that was held."""
         if self._boundary is not None:
@@ -208,10 +213,9 @@ class DataParallelSession:
 
     def shared_steps(self) -> tuple[int, int]:
         """Of an algorithm that exchanges weights: steps so far, and how many of them others have, too."""
-        if self._stepper is None or self._boundary is None:
+        if self._stepper is None:
             return 0, 0
-        # A step that a GradScaler has left out here may not have been on other ranks.
-        return self._stepper.steps + self._boundary.is_open, self._stepper.shared_steps
+        return self._stepper.steps, self._stepper.shared_steps
 
     def keep_committed(self, keep: bool) -> None:
         """Between steps: whether `roll_back` is to be possible."""

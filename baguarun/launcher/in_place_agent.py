@@ -423,10 +423,10 @@ class InPlaceAgent(NodeAgent):
     def _news(self) -> dict[str, Any]:
         """What workers are told with every PING."""
         session = self._session
-        return {"lease_ms": int(1000 * session.lease_left_s), "newcomers": session.expects_newcomers}
+        return {"lease_ms": int(1000 * session.lease_left_s), "newcomers": session.expects_newcomers()}
 
     def _mention_late(self, worker: Worker, now_s: float) -> None:
-        if self._said_late or now_s - worker.started_s < _LATE_S:
+        if self._said_late or worker.arrived or now_s - worker.started_s < _LATE_S:
             return
         self._said_late = True
         self._say(

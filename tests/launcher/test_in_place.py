@@ -106,18 +106,22 @@ class Job:
 
         return self.until(is_there)
 
-    def arriving(self) -> int:
-        """Newcomers that have arrived and are not ready, as their agents have told."""
+    def nodes(self) -> dict[str, NodeRecord]:
+        """What the agents that are registered have told, by name."""
 
-        async def read() -> int:
+        async def read() -> list[NodeRecord]:
             store = await EtcdStore.open(self._store.url)
             try:
                 found = await store.list(JobKeys("j").nodes)
             finally:
                 await store.close()
-            return sum(NodeRecord.from_json(entry.value).state.arriving for entry in found.entries)
+            return [NodeRecord.from_json(entry.value) for entry in found.entries]
 
-        return asyncio.run(read())
+        return {record.name: record for record in asyncio.run(read())}
+
+    def arriving(self) -> int:
+        """Newcomers that have arrived and are not ready, as their agents have told."""
+        return sum(record.state.arriving for record in self.nodes().values())
 
     def finish(self) -> None:
         (self.notes / "finish").touch()
@@ -220,6 +224,23 @@ def test_workers_are_told_of_newcomers_that_are_on_their_way(job: Callable[..., 
     two.until_world(2, beyond=3)
     two.until(lambda _: has_heard(survivor, "EXPECTS", "EXPECTS NONE", "EXPECTS", "EXPECTS NONE"))
     assert two.arriving() == 0
+    two.finish()
+
+
+def test_a_node_that_does_not_lead_knows_that_its_world_is_short_of_workers(job: Callable[..., Job]) -> None:
+    two = job("2")
+    two.start("a")
+    two.until(lambda _: "a" in two.nodes())
+    two.start("b")
+    first = two.until_world(2)
+    (victim,) = (pid for pid in first if two.node_of(pid) == "a")
+    (survivor,) = set(first) - {victim}
+    (two.notes / "hold").touch()
+    os.kill(victim, signal.SIGKILL)
+    two.until(lambda _: "EXPECTS" in _events(two.workers()[survivor]))
+    (two.notes / "hold").unlink()
+    two.until_world(2, beyond=2)
+    two.until(lambda _: "EXPECTS NONE" in _events(two.workers()[survivor]))
     two.finish()
 
 

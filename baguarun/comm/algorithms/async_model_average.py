@@ -39,6 +39,8 @@ class AsyncModelAverage(Algorithm):
     waiting if all take the same number of steps, and nothing has to be stopped for evaluation or at the end.
     Replicas differ.
 
+    Under `--elastic in-place` ranks go in step while newcomers are expected (docs/elastic.md).
+
     When the World changes, the round under way is dropped: every rank keeps its own weights, and the next
     round begins with its next step.
     """

@@ -81,9 +81,9 @@ class Candidacy:
             self._leader.nudge()
 
     @property
-    def expects_newcomers(self) -> bool:
-        """`Leader.expects_newcomers`, if that is us."""
-        return self._leader is not None and self._leader.expects_newcomers
+    def awaited_nodes(self) -> frozenset[str]:
+        """`Leader.awaited_nodes`, if that is us."""
+        return frozenset() if self._leader is None else self._leader.awaited_nodes
 
     async def holds_leader_key(self, me: Identity) -> bool:
         """Whether a transaction whose reply was lost had made `me` leader."""

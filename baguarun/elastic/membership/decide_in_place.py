@@ -72,12 +72,12 @@ def decide_in_place(now_s: float, view: View, settings: MembershipSettings) -> D
     return _next_step(now_s, view, view.world, settings)
 
 
-def expects_newcomers(view: View) -> bool:
-    """Whether nodes that were asked to start workers have yet to be taken in, and there is room for them."""
+def awaited_nodes(view: View) -> frozenset[str]:
+    """Nodes that were asked to start workers and have yet to be taken in, if there is room for them."""
     if view.world is None:
-        return False
+        return frozenset()
     members = {member.node_id for member in view.world.members if member.workers}
-    return len(members) < view.places and not view.invited <= members
+    return view.invited - members if len(members) < view.places else frozenset()
 
 
 def _first_world(now_s: float, view: View, settings: MembershipSettings) -> Decision:

@@ -23,7 +23,7 @@ from baguarun.elastic.membership.actions import (
     Wait,
 )
 from baguarun.elastic.membership.decide import decide
-from baguarun.elastic.membership.decide_in_place import decide_in_place, expects_newcomers
+from baguarun.elastic.membership.decide_in_place import awaited_nodes, decide_in_place
 from baguarun.elastic.membership.examiner import Examiner
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
@@ -100,12 +100,16 @@ class Leader:
         self._reason_since_s = 0.0
         self._said: tuple[str, float] | None = None
         self._resynced = False
-        self.expects_newcomers = False
-        """In place: nodes that were asked to start workers have yet to be taken in."""
+        self._awaited: frozenset[str] = frozenset()
 
     def nudge(self) -> None:
         """Something that the leader counts may have changed."""
         self._wake.set()
+
+    @property
+    def awaited_nodes(self) -> frozenset[str]:
+        """In place: nodes that were asked to start workers and have yet to be taken in."""
+        return self._awaited
 
     async def run(self) -> None:
         """Lead; returns when the leader key is no longer ours."""
@@ -163,7 +167,7 @@ class Leader:
         examine_s = await self._examine(ledger)
         now_s = self._looked_s = self._now()
         view = ledger.view(now_s, self._pulse.last_gap_s(now_s, self._settings))
-        self.expects_newcomers = self._spec.in_place and expects_newcomers(view)
+        self._awaited = awaited_nodes(view) if self._spec.in_place else frozenset()
         decide_now = decide_in_place if self._spec.in_place else decide
         decision = decide_now(now_s, view, self._settings)
         if decision.reason != self._reason:
@@ -252,6 +256,7 @@ class Leader:
         rows = rows_of(action, token)
         writes: list[Put | Delete] = []
         writes += [Put(keys.row(node_id, row.generation), row.to_json()) for node_id, row in rows.items()]
+        writes += [Delete(keys.word(node_id)) for node_id in rows if ledger.is_invited(node_id)]
         gone = (node_id for node_id in ledger.gone if node_id not in rows)
         writes += [Delete(f"{keys.rows}{node_id}/", prefix=True) for node_id in gone]
         chunks = [writes[i : i + MAX_OPERATIONS] for i in range(0, len(writes), MAX_OPERATIONS)]

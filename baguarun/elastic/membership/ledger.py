@@ -140,6 +140,8 @@ class Ledger:
         self._left.clear()
         self._gone.clear()
         self._told -= {member.node_id for member in members}
+        # Who loses its place is asked again.
+        self._invited -= {member.node_id for member in members}
 
     def went_live(self) -> None:
         assert self.world is not None
@@ -219,6 +221,10 @@ class Ledger:
     def gone(self) -> frozenset[str]:
         """Nodes that vanished since the last World was published: their rows are rubbish."""
         return frozenset(self._gone)
+
+    def is_invited(self, node_id: str) -> bool:
+        """Whether a node was asked to start newcomers and has had no place since."""
+        return node_id in self._invited
 
     def is_stranger(self, node_id: str) -> bool:
         """Whether a registered node wants to run another job."""

@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 from baguarun.contract import Failure
 from baguarun.elastic.membership.candidacy import Candidacy
 from baguarun.elastic.membership.events import MembershipEvent, StoreBack, StoreLost
+from baguarun.elastic.membership.expectation import Expectation
 from baguarun.elastic.membership.follower import Follower, Place
 from baguarun.elastic.membership.job import JobSpec, NodeOffer
 from baguarun.elastic.membership.keys import JobKeys
@@ -83,6 +84,7 @@ class Session:
         self._candidacy = Candidacy(
             store, spec, settings, self._follower, self._pulse, self._patiently, prober
         )
+        self._replacements, self._invited = (Expectation(settings.newcomers_expected_s) for _ in range(2))
         self._lease = 0
         self._leased_until_s = 0.0
         self._token = ""
@@ -124,13 +126,14 @@ class Session:
         """For so long nobody can take this node for lost, whatever becomes of the store; 0 if it may be."""
         return max(0.0, self._leased_until_s - asyncio.get_running_loop().time())
 
-    @property
     def expects_newcomers(self) -> bool:
-        """In place: whether workers are being started that the next World takes in, as far as we know."""
+        """In place: whether workers are likely to come soon that the next World takes in, as far as we know.
+        Asked often; who takes too long is not expected any more."""
+        now_s = asyncio.get_running_loop().time()
         place = self._follower.place
-        if place is not None and place.record.is_short:
-            return True
-        return self._candidacy.expects_newcomers
+        is_short = place is not None and place.record.is_short
+        found = self._replacements.see(place.generation if place and is_short else None, now_s)
+        return self._invited.see(self._candidacy.awaited_nodes or None, now_s) or found
 
     async def acknowledge(self, generation: int, master_port: int | None) -> None:
         """Workers of older generations are gone; `master_port` is a free port here, used if we are node 0."""

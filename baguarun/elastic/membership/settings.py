@@ -70,6 +70,11 @@ class MembershipSettings:
         return 0.35
 
     @property
+    def newcomers_expected_s(self) -> float:
+        """In place: ranks ask each other at every commit for so long, at most, for the sake of newcomers."""
+        return 60.0
+
+    @property
     def loss_settle_s(self) -> float:
         """Quiet time after a loss or a leave, so that several at once cost one new World."""
         return 0.01 * self.detect_timeout_s

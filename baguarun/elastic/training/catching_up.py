@@ -47,6 +47,8 @@ class CatchingUp:
         self._old_world_size = 1
         # Places of this World's data that the lost had shared: at the last exchange in which all took part.
         self._shared_to: list[tuple[int, int]] = []
+        # By model: steps taken by the last commit.
+        self._steps: list[int] = []
         # Those after each step since, with how many steps each model had taken; the oldest first.
         self._unshared: deque[tuple[list[int], list[tuple[int, int]]]] = deque()
 
@@ -65,10 +67,18 @@ class CatchingUp:
         self._keep()
         if self.replicas_differ:
             counts = [model.shared_steps() for model in self._models]
-            self._unshared.append(([steps for steps, _ in counts], self._places()))
-            shared = [steps for _, steps in counts]
+            steps, shared = [taken for taken, _ in counts], [known for _, known in counts]
+            if any(map(int.__lt__, steps, self._steps)):
+                # The script has loaded a checkpoint: what was shared was of steps that are done again.
+                self._forget_shared()
+            self._steps = steps
+            self._unshared.append((steps, self._places()))
             while self._unshared and all(map(int.__le__, self._unshared[0][0], shared)):
                 _, self._shared_to = self._unshared.popleft()
+
+    def _forget_shared(self) -> None:
+        self._shared_to = []
+        self._unshared.clear()
 
     def _keep(self) -> None:
         self.applied.commit()

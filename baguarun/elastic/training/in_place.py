@@ -117,6 +117,8 @@ class InPlaceRun:
 
     def before_commit(self) -> None:
         self._catching_up.applied.before_commit()
+        for model in self._exchanging:
+            model.end_left_out_step()
 
     def after_commit(self) -> None:
         self._catching_up.commit()

@@ -126,10 +126,13 @@ class SwitchBoundary:
     def _wished_interval(self) -> int:
         """Commits to the next question: all that fit in the time between two, at the pace since the last."""
         now_s = time.monotonic()
-        commits, elapsed_s = max(self._ask_at - self.asked_at, 1), now_s - self._asked_at_s
+        commits, elapsed_s = self._ask_at - self.asked_at, now_s - self._asked_at_s
         self._asked_at_s = now_s
         if self._is_change_near():
             return 1
         every_s = _ASK_EVERY_S if self._in_step else _ASK_RELAXED_EVERY_S
         least = 1 if self._in_step else _RELAXED_COMMITS[0]
+        if commits <= 0:
+            # Asked at this commit already.
+            return least
         return max(least, min(round(every_s * commits / max(elapsed_s, 1e-9)), _MOST_COMMITS))

@@ -39,7 +39,7 @@ def one_number(algorithm: Algorithm, lr: float = 1.0) -> tuple[Any, nn.Parameter
     )
 
 
-def step_left_out_by_one_rank() -> list[float]:
+def step_left_out_by_one_rank(ends_at_commit: bool) -> list[float]:
     """As GradScaler does on the rank whose gradients overflowed."""
     model, weight, optimizer = one_number(LocalSGD(local_steps=1))
     found = []
@@ -48,14 +48,18 @@ def step_left_out_by_one_rank() -> list[float]:
         model(-torch.ones(1, 1, dtype=torch.float64)).sum().backward()
         if step != 1 or dist.get_rank() != 1:
             optimizer.step()
-        with torch.no_grad():
-            model(torch.ones(1, 1, dtype=torch.float64))
+        if ends_at_commit:
+            model.end_left_out_step()
+        else:
+            with torch.no_grad():
+                model(torch.ones(1, 1, dtype=torch.float64))
         found.append(weight.item())
     return found
 
 
-def test_a_rank_that_leaves_a_step_out_still_takes_part_in_the_average() -> None:
-    for found in run_ranks(step_left_out_by_one_rank, 2):
+@pytest.mark.parametrize("ends_at_commit", [False, True])
+def test_a_rank_that_leaves_a_step_out_still_takes_part_in_the_average(ends_at_commit: bool) -> None:
+    for found in run_ranks(step_left_out_by_one_rank, 2, ends_at_commit):
         assert found == [1.0, 1.5, 2.5]
 
 
@@ -203,6 +207,7 @@ def leave_steps_out() -> list[tuple[int, int]]:
         model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
         if step != 2 or dist.get_rank() == 1:
             optimizer.step()
+        model.end_left_out_step()
         found.append(model.shared_steps())
     return found
 

@@ -16,7 +16,7 @@ from baguarun.elastic.membership.actions import (
     Tell,
     Wait,
 )
-from baguarun.elastic.membership.decide_in_place import decide_in_place, expects_newcomers
+from baguarun.elastic.membership.decide_in_place import awaited_nodes, decide_in_place
 from baguarun.elastic.membership.job import UNLIMITED_RESTARTS
 from baguarun.elastic.membership.records import FailureReport, InPlaceState, Member, Past, Process
 from baguarun.elastic.membership.settings import MembershipSettings
@@ -176,9 +176,9 @@ def test_a_node_is_asked_to_start_newcomers_only_if_there_is_room() -> None:
     assert decided(A, B, C, nnodes=(1, 2))[0] == Tell(("c",), refused=False)
 
 
-def test_newcomers_are_expected_from_nodes_that_were_asked_for_them_until_they_are_in() -> None:
+def test_nodes_that_were_asked_for_newcomers_are_awaited_until_they_are_in() -> None:
     def expected(*nodes: Node, **rest: Any) -> bool:
-        return expects_newcomers(a_view(*nodes, **rest))
+        return awaited_nodes(a_view(*nodes, **rest)) == frozenset("c")
 
     asked = {"invited": frozenset("c")}
     assert expected(A, B, C, **asked)
