@@ -24,7 +24,8 @@ struct alignas(64) ShmGroup::Header {
 
 // One packet from a rank to another.
 struct ShmGroup::Cell {
-  static constexpr uint64_t kCount = 4;
+  // So many may be under way from one rank to another: who waits for a core does not stop the other at once.
+  static constexpr uint64_t kCount = 16;
 
   alignas(64) std::byte data[kPacketBytes];
 };
