@@ -75,6 +75,8 @@ class Script:
     """Committed steps when the loss is infinite, on all ranks."""
     is_alone: bool = False
     """Whether each worker shares memory with no other one, as on a host of its own."""
+    device: str = "cpu"
+    """Where training is; "cuda": all workers share one GPU, over NCCL, which wants `is_alone`."""
 
 
 class Centre(nn.Module):
@@ -97,13 +99,15 @@ def run_script(script: Script) -> None:
     env = read_worker_env()
     if script.is_alone:
         os.environ["NCCL_HOSTID"] = str(env.local_rank)
-    baguarun.init_process_group(timeout=GROUP_TIMEOUT)
+    if script.device == "cuda":
+        torch.cuda.set_device(0)
+    baguarun.init_process_group("nccl" if script.device == "cuda" else None, timeout=GROUP_TIMEOUT)
     # Newcomers would begin with other weights than the rest, and are given theirs.
     torch.manual_seed(env.generation)
-    net = make_model(0.2, Centre, script.width)
+    net = make_model(0.2, Centre, script.width).to(script.device)
     average = AveragedModel(net)
     torch.manual_seed(17 + env.local_rank)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scaler = torch.amp.GradScaler(script.device, init_scale=2.0**10, growth_interval=3)
     body, head = make_optimizers(script.algorithm, scaler, net)
     model = baguarun.DistributedDataParallel(net, optimizers=[body, head], algorithm=script.algorithm)
     state = State(
@@ -182,7 +186,8 @@ def run_script(script: Script) -> None:
                 state.head.zero_grad()
                 given = []
                 for inputs, wanted, names in micro_batches:
-                    loss = nn.functional.mse_loss(state.model(inputs), wanted)
+                    outputs = state.model(inputs.to(script.device))
+                    loss = nn.functional.mse_loss(outputs, wanted.to(script.device))
                     if state.committed_steps == script.overflows_in:
                         loss = loss * float("inf")
                     scaler.scale(loss).backward()
@@ -200,8 +205,13 @@ def run_script(script: Script) -> None:
                 state.schedule.step()
                 state.loss_sum += 1.0
                 state.commit()
-                descriptors = len(os.listdir("/proc/self/fd"))
-                log.write(what="committed", step=state.committed_steps, descriptors=descriptors, **weights())
+                log.write(
+                    what="committed",
+                    step=state.committed_steps,
+                    time=time.time(),
+                    descriptors=len(os.listdir("/proc/self/fd")),
+                    **weights(),
+                )
                 at("committed")
             state.epoch += 1
 
