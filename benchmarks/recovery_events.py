@@ -88,9 +88,11 @@ class Site:
             shlex.join([*own, "--master-port", str(29600 + number), str(_TORCHFT_WORKER)])
             for number in range(self.per_node)
         )
+        started = " ".join(f'{replica} & pids="$pids $!";' for replica in replicas)
         return [
             *("env", f"PYTHONPATH={self.torchft}:{REPOSITORY}", f"TORCHFT_LIGHTHOUSE=http://{lighthouse}"),
-            *("sh", "-c", " & ".join([*replicas, "wait"])),
+            # Who asks the node to leave asks its replicas.
+            *("sh", "-c", f"trap 'kill -TERM $pids' TERM; {started} wait; wait"),
         ]
 
     def _start_lighthouse(self, heartbeat_ms: int) -> str:
