@@ -116,6 +116,10 @@ class CatchingUp:
             self._begin_together(landing)
             return
         state = self._state
+        received = None
+        if part.receive_from is not None and not self.replicas_differ:
+            # First: where it does not come, this rank stands where it stood, and may have to do the step.
+            received = streaming.receive(part.receive_from, device(), landing)
         places, steps = state._all_places(committed=True), state._steps
         if part.rolls_back:
             self.copies.roll_back(self._captured, is_applied=part.is_applied)
@@ -136,8 +140,9 @@ class CatchingUp:
                 "algorithms": [model.common_state() for model in self._models],
             }
             streaming.send(sent, part.send_to, device())
-        if part.receive_from is not None:
+        if part.receive_from is not None and self.replicas_differ:
             received = streaming.receive(part.receive_from, device(), landing)
+        if received is not None:
             self._adopt(received, begins_anew=part.begins_anew)
             places, steps = received["places"], received["steps"]
             if part.is_applied and not part.rolls_back:

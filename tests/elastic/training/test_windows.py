@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baguarun.comm.algorithms import ByteGrad
+from tests.elastic.training import jobs
 from tests.elastic.training.fake_agent import FakeAgent
 from tests.elastic.training.resized import At, Script, Story, all_samples, run_script
 
@@ -94,6 +95,22 @@ def test_a_second_loss_while_an_applied_step_is_gone_through_once_more(tmp_path:
     lost, agent = train(tmp_path / "lost", 3, happenings, algorithm=FEEDBACK)
     assert agent.losses == [1, 2]
     assert ends(lost) == ends(leave(tmp_path / "left", 3, {4: [0]}, algorithm=FEEDBACK))
+
+
+@pytest.mark.parametrize("point", ["sends", "some sent"])
+def test_who_alone_has_applied_a_step_is_lost_while_it_sends_it(tmp_path: Path, point: str) -> None:
+    """Who was to receive it does the step itself, from what it owed at the commit."""
+    happenings = [
+        At(local_rank=1, point="backward", step=3, action="hold"),
+        # Who talks to the lost one does not come to the commit.
+        At(local_rank=0, point="stepped", step=3, action="talk"),
+        At(local_rank=2, point="backward", step=3, action="hold"),
+        At(local_rank=0, point=point, step=3, generation=2),
+    ]
+    script = Script(folder=tmp_path / "lost", happenings=happenings, algorithm=FEEDBACK)
+    lost = jobs.train(script, 3, jobs.kill_when_held(1, 3))
+    assert len(lost.ends()) == 1
+    assert ends(lost) == ends(leave(tmp_path / "left", 3, {3: [2]}, algorithm=FEEDBACK))
 
 
 def test_two_of_four_are_lost_in_one_step(tmp_path: Path) -> None:
