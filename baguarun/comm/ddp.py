@@ -119,14 +119,15 @@ class DistributedDataParallel(nn.Module):
         """
         self._session = self._session.succeed()
 
-    def require_complete(self) -> None:
+    def require_complete(self, *, again: bool = False) -> None:
         """Between backward and `optimizer.step()`: all that the gradients are made of has arrived, here.
 
         On CPU backward has waited for it already. On GPUs the host waits, which costs the overlap of the next
         step's launches: for jobs that are resized in place, so that no optimizer applies the gradients of a
-        step that broke. Raises `CommunicationError`.
+        step that broke. Raises `CommunicationError`, also where the World is given up meanwhile; but with
+        `again`, before a further optimizer's step, what this found of the same gradients stands.
         """
-        self._session.require_complete()
+        self._session.require_complete(again=again)
 
     def end_left_out_step(self) -> None:
         """At a commit: take part in the exchange behind a step that a GradScaler has left out on this rank,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.extension import load_extension
+from baguarun.comm.groups import read_worker_env
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError
 
@@ -73,9 +74,10 @@ def take_over_engine(engine: Any, legacy: Legacy) -> None:
         )
     engine.load_state(_engine_state(left, result_residuals=[], committed=left.committed))
     if any(residual.any() for residual in left.result_residuals):
+        # The number has Python show it again the next time.
         warnings.warn(
-            "error feedback: the World has changed, and what this rank's sums still owed is given up; what "
-            "its gradients owe stays",
+            f"error feedback: the World has changed (generation {read_worker_env().generation}), and what "
+            "this rank's sums still owed is given up; what its gradients owe stays",
             stacklevel=2,
         )
 

@@ -194,11 +194,15 @@ class DataParallelSession:
         self._legacy = legacy
         return legacy
 
-    def require_complete(self) -> None:
-        """Before an optimizer's step: all communication of the last backward has ended well on this rank."""
-        by_engine = self._engine is not None
-        reason = self._engine.require_complete() if by_engine else load_extension().interruption()
-        if reason is not None:
+    def require_complete(self, *, again: bool) -> None:
+        """Before an optimizer's step: all communication of the last backward has ended well on this rank.
+
+        With `again` what was found since the last commit stands: a World that is given up between the steps
+        of two optimizers is no reason to take one only.
+        """
+        if self._engine is not None:
+            self._engine.require_complete(again=again)
+        elif not again and (reason := load_extension().interruption()) is not None:
             raise CommunicationError(f"the World is given up: {reason}")
 
     def end_left_out_step(self) -> None:

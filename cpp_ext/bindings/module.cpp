@@ -235,11 +235,10 @@ void bindEngine(py::module_& module) {
       .def("close", &Engine::close, withoutGil)
       .def(
           "require_complete",
-          [](Engine& engine) {
-            engine.requireComplete();
-            return backend::LiveGroups::ofProcess().interruption();
+          [](Engine& engine, bool again) {
+            engine.requireComplete([] { return backend::LiveGroups::ofProcess().interruption(); }, again);
           },
-          withoutGil)
+          py::arg("again"), withoutGil)
       .def("keep_committed", &Engine::keepCommitted, py::arg("keep"), withoutGil)
       .def("commit", &Engine::commit, withoutGil)
       .def("roll_back", &Engine::rollBack, withoutGil)

@@ -15,8 +15,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -105,8 +107,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // engine may go on from.
   EngineState close();
   // Between rounds: all that the last one sent has arrived, here. The host waits for it; throws
-  // CommunicationFailure.
-  void requireComplete();
+  // CommunicationFailure, also where there is an `interruption` then: aborted operations of an accelerator
+  // end as others do. With `again` what was found of this round before stands, whatever was interrupted
+  // since.
+  void requireComplete(const std::function<std::optional<std::string>()>& interruption, bool again);
   // Between rounds: whether to keep what error feedback owed at the last commit, or at the last load_state
   // that brought it. Until then, what is owed now.
   void keepCommitted(bool keep);
@@ -210,6 +214,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool consumed_ = true;
   bool running_ = false;
   uint32_t round_ = 0;
+  // Of which all is known to have arrived.
+  std::optional<uint32_t> completeRound_;
   size_t nextBucket_ = 0;
   // Backward passes (a re-entrant one counts by itself) that took part in this round, and how many of them
   // ended well.

@@ -68,12 +68,19 @@ EngineState Engine::copyState() const {
   return state;
 }
 
-void Engine::requireComplete() {
+void Engine::requireComplete(const std::function<std::optional<std::string>()>& interruption, bool again) {
   const std::scoped_lock lock(mutex_);
   throwIfRunning("require_complete");
+  if (again && completeRound_ == round_) {
+    return;
+  }
   if (round_ > 0) {
     schedule_->synchronize();
   }
+  if (const auto reason = interruption()) {
+    throw CommunicationFailure("the World is given up: " + *reason);
+  }
+  completeRound_ = round_;
 }
 
 void Engine::keepCommitted(bool keep) {

@@ -246,7 +246,7 @@ def give_up_what_sums_owe(folder: str) -> list[str]:
 def test_what_sums_owe_is_given_up_with_a_warning_when_the_world_changes(tmp_path: Path) -> None:
     for messages in run_ranks(give_up_what_sums_owe, 2, str(tmp_path)):
         assert len(messages) == 1
-        assert "the World has changed, and what this rank's sums still owed is given up" in messages[0]
+        assert "the World has changed (generation 2), and what this rank's sums still owed is" in messages[0]
 
 
 def keep_outer_weights(folder: str) -> None:

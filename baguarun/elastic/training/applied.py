@@ -134,7 +134,7 @@ class AppliedSteps:
         optimizer = self._optimizers[index]
         _require_outside_backward(optimizer)
         for model in self._models:
-            model.require_complete()
+            model.require_complete(again=any(self._taken))
         self._before_step()
         if self._taken[index] < self._skip[index]:
             # Optimizers pass over parameters without a gradient.

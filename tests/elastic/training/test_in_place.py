@@ -69,11 +69,21 @@ def test_what_stands_behind_a_commit_is_done_though_the_world_breaks_in_it(
     assert {end["generation"] for end in story.ends()} == {2}
 
 
+def test_a_loss_between_two_optimizers_does_not_cut_the_step_in_two(tmp_path: Path) -> None:
+    """All gradients are there when the first one steps: the second one does, too, whatever is heard between."""
+    held = [At(local_rank=rank, point="between", step=3, action="hold") for rank in (0, 1)]
+    held.append(At(local_rank=2, point="backward", step=3, action="hold"))
+    lost = train(Script(folder=tmp_path / "lost", happenings=held), 3, kill_when_held(1, 3))
+    left = leave_at(tmp_path / "left", step=4)
+    assert same(lost, left)
+    assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(1)
+
+
 def test_optimizers_that_have_stepped_do_not_step_again(tmp_path: Path) -> None:
-    """Of two optimizers one has stepped on one survivor and on the dead: the next World steps the other."""
+    """Of two optimizers one has stepped where the script talks to the lost one between their steps."""
     happenings = [
         At(local_rank=1, point="between", step=3, action="hold"),
-        At(local_rank=0, point="between", step=3, action="hold"),
+        At(local_rank=0, point="between", step=3, action="talk"),
         At(local_rank=2, point="backward", step=3, action="hold"),
     ]
     script = Script(folder=tmp_path / "lost", happenings=happenings, shows_weights=True)
