@@ -70,7 +70,7 @@ def test_what_stands_behind_a_commit_is_done_though_the_world_breaks_in_it(
 
 
 def test_a_loss_between_two_optimizers_does_not_cut_the_step_in_two(tmp_path: Path) -> None:
-    """All gradients are there when the first one steps: the second one does, too, whatever is heard between."""
+    """All gradients are there when the first one steps: the second does, too, whatever is heard between."""
     held = [At(local_rank=rank, point="between", step=3, action="hold") for rank in (0, 1)]
     held.append(At(local_rank=2, point="backward", step=3, action="hold"))
     lost = train(Script(folder=tmp_path / "lost", happenings=held), 3, kill_when_held(1, 3))
