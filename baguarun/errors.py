@@ -16,7 +16,8 @@ A message says where, what was found, what is wanted and what to do.
 from __future__ import annotations
 
 NO_PROGRESS_EXIT_CODE = 93
-"""Of a job resized in place whose workers failed again and again without a committed step in between."""
+"""Of a job resized in place whose workers, or the communication between them, failed again and again without
+a committed step in between."""
 
 
 class BaguarunError(Exception):

@@ -133,7 +133,7 @@ class RunSettings:
     detect_timeout_s: float = 5.0
     """Silence after which a node is lost; lease, abort and settle times are derived from it."""
     join_timeout_s: float = 600.0
-    """How long the job waits for `min_nodes`."""
+    """How long the job waits for `min_nodes`; in place also for a network between workers that all live."""
     shutdown_timeout_s: float = 30.0
     """Grace between SIGTERM and SIGKILL: time to write a checkpoint."""
 

@@ -212,12 +212,29 @@ def _meet_again(now_s: float, view: View, world: CurrentWorld, settings: Members
     found = judge(now_s, view, world, settings)
     if isinstance(found, Decision):
         return found
+    streak = world.streak.break_off(view.time_s, has_stepped=view.has_stepped)
+    verdict = streak.broken_verdict(view.time_s, settings.broken_s)
+    if verdict:
+        reason = f"{verdict}; {_last_complaint(view, world)}"
+        return Decision(Finish(False, None, NO_PROGRESS_EXIT_CODE), reason)
     muster = _muster(view, world)
     if len(muster.staying) - len(found.leave_out) >= view.spec.min_nodes:
         muster.leave_out(found.leave_out)
+    count, reason, broken = world.restart_count, found.reason, found.broken
     if not muster.working:
-        return _start_afresh(view, muster.idle, world.restart_count, found.reason, broken=found.broken)
-    return _go_on(view, muster, world.restart_count, found.reason, polite=False, broken=found.broken)
+        return _start_afresh(view, muster.idle, count, reason, streak=streak, broken=broken)
+    return _go_on(view, muster, count, reason, polite=False, streak=streak, broken=broken)
+
+
+def _last_complaint(view: View, world: CurrentWorld) -> str:
+    """What was said first when communication broke in this World, and what to do about it."""
+    first = min(view.complaints, key=lambda complaint: complaint.seen_s)
+    names = {member.node_id: member.name for member in world.members}
+    return (
+        f"the last time on node {names.get(first.node_id, first.node_id)}: {first.reason}. Look for a "
+        "collective that not all ranks call, a group that the script made in an earlier World, or a network "
+        "that lets nothing through"
+    )
 
 
 def _charge(view: View, world: CurrentWorld, muster: _Muster, failed: list[Process]) -> Decision:

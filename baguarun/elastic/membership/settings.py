@@ -22,7 +22,7 @@ class MembershipSettings:
     detect_timeout_s: float = 5.0
     """Seconds after which a silent node counts as lost: lower is sooner, higher bears longer hiccups."""
     join_timeout_s: float = 600.0
-    """Seconds that a job with fewer than `min_nodes` nodes waits for more before it fails."""
+    """Seconds that a job with fewer than `min_nodes` nodes waits for more before it fails; see `broken_s`."""
 
     def __post_init__(self) -> None:
         if not self.detect_timeout_s >= MIN_DETECT_TIMEOUT_S:
@@ -98,6 +98,12 @@ class MembershipSettings:
     def verdict_s(self) -> float:
         """After a failure without a restart left: how long a lost member may still turn up as the cause."""
         return self.lease_ttl_s + 1.0
+
+    @property
+    def broken_s(self) -> float:
+        """How long workers that live, but never get through a step together, have for a network to be mended:
+        as long as nodes that are missing, though no longer than a switch takes that somebody has to start."""
+        return min(self.join_timeout_s, 600.0)
 
     @property
     def retry_s(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from baguarun.elastic.membership.actions import (
@@ -18,9 +18,18 @@ from baguarun.elastic.membership.actions import (
 )
 from baguarun.elastic.membership.decide_in_place import awaited_nodes, decide_in_place
 from baguarun.elastic.membership.job import UNLIMITED_RESTARTS
-from baguarun.elastic.membership.records import FailureReport, InPlaceState, Member, Past, Process
+from baguarun.elastic.membership.records import (
+    BrokenLink,
+    FailureReport,
+    InPlaceState,
+    Member,
+    Past,
+    Process,
+    Witness,
+)
 from baguarun.elastic.membership.settings import MembershipSettings
-from baguarun.elastic.membership.streak import Streak
+from baguarun.elastic.membership.streak import ENOUGH_BREAKS, Streak
+from baguarun.elastic.membership.suspicion import Complaint
 from baguarun.elastic.membership.view import CurrentWorld, Node, View
 from baguarun.errors import NO_PROGRESS_EXIT_CODE
 from tests.support.fake_cluster import a_spec
@@ -254,6 +263,61 @@ def test_starting_anew_again_and_again_without_getting_further_ends_the_job() ->
     assert "without passing step 109" in reason
 
 
+def complaint(node_id: str, *blamed: str, reason: str = "calls differ", seen_s: float = 0.0) -> Complaint:
+    return Complaint(node_id, blamed, Witness.WORKER, reason, seen_s)
+
+
+def test_communication_that_breaks_again_and_again_without_a_committed_step_ends_the_job() -> None:
+    """Sixty seconds are what a network has to be mended here: the time that nodes are waited for."""
+    world, ended = FRESH, []
+    for number in range(20):
+        complaints = (complaint("b", reason="all_reduce met broadcast"), complaint("a", seen_s=1.0))
+        at = {"world": world, "complaints": complaints, "time_s": 100.0 + 7 * number}
+        action, reason = decided(A, B, **at)
+        if isinstance(action, Finish):
+            ended.append((action.exit_code, number + 1))
+            break
+        _, details, _ = published(A, B, **at)
+        assert details.streak.breaks == number + 1
+        world = replace(FRESH, streak=details.streak)
+    assert ended == [(NO_PROGRESS_EXIT_CODE, 10)]
+    assert reason.startswith("no progress: communication broke 10 times in 63 s before a step was committed")
+    assert "the last time on node b: all_reduce met broadcast. Look for " in reason
+
+
+def test_a_network_that_is_cut_off_for_a_while_ends_no_job_however_often_workers_meet_meanwhile() -> None:
+    long_ago = Streak(breaks=ENOUGH_BREAKS - 2, broken_since_s=100.0)
+    just_now = Streak(breaks=50, broken_since_s=1000.0)
+    for streak in (long_ago, just_now):
+        world = replace(FRESH, streak=streak)
+        at = {"world": world, "complaints": (complaint("a", "b"),), "time_s": 1059.0, "nnodes": (2, 2)}
+        workers, details, _ = published(A, B, **at)
+        assert list(workers) == ["a", "b"], "nobody can be left out"
+        assert (details.streak.breaks, details.streak.broken_since_s) == (
+            streak.breaks + 1,
+            streak.broken_since_s,
+        )
+
+
+def test_a_step_that_all_commit_forgives_what_broke_before() -> None:
+    world = replace(FRESH, streak=Streak(breaks=50, broken_since_s=100.0))
+    stepping = with_state(B, B0, B1, stepped=1)
+    at = {"world": world, "complaints": (complaint("a", "b"),), "time_s": 1000.0}
+    _, details, _ = published(A, stepping, **at)
+    assert (details.streak.breaks, details.streak.broken_since_s) == (1, 1000.0)
+    _, details, _ = published(A, world=world)
+    assert details.streak.breaks == 50, "a lost node neither counts nor helps"
+    _, details, _ = published(with_state(A, A1, lost=(A0,)), B, world=world, reports=(a_report("a", 9),))
+    assert (details.streak.breaks, details.streak.failures) == (50, 1)
+
+
+def test_a_job_that_left_somebody_out_and_still_gets_nowhere_counts_on() -> None:
+    broken = (BrokenLink("a", "b", 990.0),)
+    world = replace(FRESH, streak=Streak(breaks=2, broken_since_s=990.0), broken=broken)
+    workers, details, _ = published(A, B, world=world, complaints=(complaint("a", "b"),), time_s=1000.0)
+    assert (list(workers), details.streak.breaks) == (["a"], 3)
+
+
 def test_who_fails_while_a_world_in_place_forms_was_given_no_time_for_a_step() -> None:
     world = replace(FRESH, live=False, in_place=True, streak=Streak(failures=2))
     _, details, _ = published(with_state(A, A1, lost=(A0,)), B, world=world)
@@ -294,3 +358,5 @@ def test_states_come_back_from_the_store_as_they_were_written() -> None:
     failure = FailureReport(failure=a_report("a", 1).failure, retry_free=True)
     node = with_state(A, NEW, A1, waiting=(NEW,), lost=(A0,), failure=failure, steps=3, leaving=True)
     assert type(node.record).from_json(node.record.to_json()) == node.record
+    streak = Streak(failures=1, first_failure=failure.failure, breaks=2, broken_since_s=3.5)
+    assert Streak.of(asdict(streak)) == streak
