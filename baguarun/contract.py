@@ -96,15 +96,18 @@ class Failure:
         """What the launcher exits with on behalf of this worker: its status, or 128 + signal."""
         return 128 + self.signal if self.signal is not None else (self.exit_code or 1)
 
+    @property
+    def how(self) -> str:
+        """Its end, in words."""
+        if self.signal is not None:
+            return f"killed by {_signal_name(self.signal)}"
+        return f"exited with code {self.exit_code}"
+
     def summary(self) -> str:
         """One line: who, where, how."""
-        if self.signal is not None:
-            how = f"killed by {_signal_name(self.signal)}"
-        else:
-            how = f"exited with code {self.exit_code}"
         return (
             f"rank {self.rank} on node {self.node} (local rank {self.local_rank}, pid {self.pid}) "
-            f"{how} in generation {self.generation}"
+            f"{self.how} in generation {self.generation}"
         )
 
     def to_json(self) -> bytes:

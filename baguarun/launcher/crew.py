@@ -54,6 +54,10 @@ class Worker:
     """It is ready for the next World, and listens there."""
     steps: int = 0
     """It has committed; those of its last message."""
+    own_steps: int = 0
+    """Of those, as many as it has done itself, in Worlds; a newcomer is sent what others have done."""
+    joined_s: float | None = None
+    """When it came into its first World, by the loop's clock."""
     told: int = 0
     """Newest generation for which it was told to leave its World."""
     unwanted: bool = False
@@ -64,8 +68,16 @@ class Worker:
         """Of a worker that has ended."""
         return self.process.exited.result()
 
+    def count_steps(self, steps: int) -> bool:
+        """Note how many it has committed; returns whether these are more than before."""
+        more, self.steps = steps - self.steps, steps
+        self.own_steps += max(more, 0)
+        return more > 0
+
     def enter(self, world: World) -> None:
         """Send it to its next World."""
+        if self.joined_s is None:
+            self.joined_s = asyncio.get_running_loop().time()
         self.port = None
         self.generation, self.rank = world.generation, world.rank_of(self.id.local_rank)
         self.channel.send(ControlMessage(Topic.WORLD, asdict(world)))
@@ -197,6 +209,8 @@ class Crew:
         generation = world.generation if world else 0
         signs = VitalSigns(started.pid, self._detect_timeout_s)
         worker = Worker(process, command, log, started, channel, generation, rank, now_s, now_s, signs)
+        if world:
+            worker.joined_s = now_s
         self.living[process] = worker
         for message in early:
             heard(message)

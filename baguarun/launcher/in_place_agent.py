@@ -18,12 +18,11 @@ from baguarun.launcher.hang_watch import HangSettings, HangWatch
 from baguarun.launcher.meeting import Meeting
 from baguarun.launcher.metrics import AgentStatus
 from baguarun.launcher.paces import Paces
+from baguarun.launcher.respawns import Respawns
 from baguarun.launcher.workers import says_port_in_use
 
 _NO_SURVIVOR_S = 1.0
 """Where no local worker can say that the World makes progress: after this a lost one is replaced."""
-_MAX_PAUSE_S = 30.0
-"""Between two starts of newcomers that fail one after the other."""
 _PING_PART = 1 / 3
 """Of the detection time, between two questions to workers that have answered the last one."""
 _LONGEST_PING_S = 1.0
@@ -75,7 +74,7 @@ class InPlaceAgent(NodeAgent):
         self._round = 0
         """Counts what makes newcomers that are still to be started pointless."""
         self._newcomers = 0
-        self._failed_newcomers = 0
+        self._respawns = Respawns()
         self._done = False
         """A worker has finished its training: nobody is replaced any more."""
         self._going = False
@@ -139,8 +138,6 @@ class InPlaceAgent(NodeAgent):
         if world.in_place:
             for process in place.workers:
                 if process in self._crew.living:
-                    if not self._crew.living[process].generation:
-                        self._failed_newcomers = 0
                     self._crew.living[process].enter(world)
         else:
             await self._crew.start_fresh(world, place.workers)
@@ -185,7 +182,7 @@ class InPlaceAgent(NodeAgent):
             case Topic.READY:
                 if body["generation"] == worker.generation or worker.told > worker.generation:
                     worker.port = body["port"]
-                worker.steps = body["steps"]
+                worker.count_steps(body["steps"])
                 self._enter(worker)
                 self._acknowledge_if_ready()
             case Topic.ARRIVED:
@@ -214,7 +211,7 @@ class InPlaceAgent(NodeAgent):
 
     def _note_progress(self, worker: Worker, generation: int, steps: int) -> None:
         self._steps = max(self._steps, steps)
-        has_stepped, worker.steps = steps > worker.steps, steps
+        has_stepped = worker.count_steps(steps)
         world = self._world
         if not has_stepped or world is None or generation != world.generation:
             return
@@ -252,9 +249,13 @@ class InPlaceAgent(NodeAgent):
         if worker.exit.exit_code == 0:
             await self._see_done(worker)
             return
+        must_wait = self._count_failure(worker)
         generation = self._place_in.generation if self._place_in else worker.generation
         failure = await self._crew.failure_of(worker, generation)
         self._say(f"baguarun: {failure.summary()}")
+        if must_wait:
+            why = failure.message.splitlines()[0] if failure.message else failure.how
+            self._say(f"baguarun: {self._respawns.describe(worker.id.local_rank, why)}")
         place, world = self._place_in, self._world
         is_member = place is not None and worker.id in place.workers
         if is_member or worker.generation:
@@ -272,9 +273,19 @@ class InPlaceAgent(NodeAgent):
         self._update()
         if is_member:
             return
-        self._failed_newcomers += 1
         if place is None or (world is not None and not self._may_start_newcomers):
-            self._refill_later(min(2.0 ** (self._failed_newcomers - 1), _MAX_PAUSE_S))
+            self._refill_later(0.0)
+
+    def _count_failure(self, worker: Worker) -> bool:
+        """Whether the next process in its place has to wait longer than the one before had to."""
+        now_s = asyncio.get_running_loop().time()
+        return self._respawns.failed(
+            worker.id.local_rank,
+            now_s,
+            is_newcomer=not worker.id.generation,
+            steps=worker.own_steps,
+            trained_s=now_s - worker.joined_s if worker.joined_s is not None else 0.0,
+        )
 
     async def _see_done(self, worker: Worker) -> None:
         place = self._place_in
@@ -365,7 +376,8 @@ class InPlaceAgent(NodeAgent):
     # -- newcomers
 
     def _refill_later(self, pause_s: float) -> None:
-        """Start a newcomer for every local rank without a worker, unless things change before."""
+        """Start a newcomer for every local rank without a worker, unless things change before; where the last
+        ones failed, when their pause is over."""
         self._stop_refilling()
         loop = asyncio.get_running_loop()
         self._refilling = loop.call_later(pause_s, lambda: self._spawn(self._refill(self._round)))
@@ -376,16 +388,23 @@ class InPlaceAgent(NodeAgent):
             self._refilling.cancel()
 
     async def _refill(self, this_round: int) -> None:
+        pauses_s: list[float] = []
         async with self._filling:
             for local_rank in range(self._settings.slots + self._settings.spares):
                 taken = {process.local_rank for process in self._crew.living}
                 if self._round != this_round or self._done or self._going or self._leaving:
                     return
-                if local_rank not in taken:
-                    self._newcomers += 1
-                    generation = self._place_in.generation if self._place_in else 0
-                    process = Process(local_rank, 0, self._newcomers)
-                    await self._crew.start_newcomer(process, generation, self._secret)
+                if local_rank in taken:
+                    continue
+                if pause_s := self._respawns.wait_s(local_rank, asyncio.get_running_loop().time()):
+                    pauses_s.append(pause_s)
+                    continue
+                self._newcomers += 1
+                generation = self._place_in.generation if self._place_in else 0
+                process = Process(local_rank, 0, self._newcomers)
+                await self._crew.start_newcomer(process, generation, self._secret)
+        if pauses_s and self._round == this_round:
+            self._refill_later(min(pauses_s))
 
     # -- workers that do not answer
 

@@ -50,7 +50,7 @@ class Job:
             with open(self._folder / f"{name}.out", "w") as out:
                 self.agents[name] = subprocess.Popen(
                     [sys.executable, "-m", "baguarun", "run", *words, fake_worker.__file__, str(self.notes)],
-                    env=environ,
+                    env={**environ, "NODE": name},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -267,6 +267,28 @@ def test_failing_again_and_again_without_progress_ends_the_job(job: Callable[...
         assert agent.wait(BOUND_S) == NO_PROGRESS_EXIT_CODE, two.output()
     assert two.output().count("baguarun: no progress: ") == 2
     assert "ValueError: told to fail" in two.output()
+
+
+def test_newcomers_that_fail_time_after_time_cost_the_others_few_worlds_until_one_does_not(
+    job: Callable[..., Job],
+) -> None:
+    two = job("1:2")
+    two.start("a")
+    (survivor,) = two.until_world(1)
+    (two.notes / "fail-on-b").write_text("1")
+    give_up_s = time.monotonic() + BOUND_S / 2
+    two.start("b", slots=2)
+    two.until(lambda _: "started in 4 s\n" in two.output() or time.monotonic() > give_up_s)
+    (two.notes / "fail-on-b").unlink()
+    worlds = _events(two.workers()[survivor]).count("entered")
+    # The other one of b may have come a moment earlier or later than the first of those that fail.
+    assert worlds <= 7, "three newcomers have come and gone"
+    for number, pause in (("the newcomer has", "1 s"), ("2 newcomers", "2 s"), ("3 newcomers", "4 s")):
+        told = rf"local rank 1: {number}.*no data on this node\); the next is started in {pause}\n"
+        assert len(re.findall(told, two.output())) == 1
+    assert survivor in two.until_world(3, beyond=worlds)
+    assert _events(two.workers()[survivor]).count("entered") <= worlds + 2
+    two.finish()
 
 
 def test_a_frozen_worker_is_killed_and_replaced(job: Callable[..., Job]) -> None:

@@ -2,7 +2,8 @@
 
 Run as the script of a job. What happens to it is a line of JSON in `<argv[1]>/<pid>`; files in that folder
 tell all workers what to do: `finish` ends them, `fail` makes those fail that reach that step, `hold` keeps
-newcomers from being ready.
+newcomers from being ready, `fail-on-NODE` makes those of that local rank there fail a moment after they were
+taken in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from baguarun.contract import ControlDecoder, ControlMessage, Topic, WorkerEnv, World
 
 STEP_S = 0.01
+_MOMENT_STEPS = 20
 
 
 class FakeWorker:
@@ -87,10 +89,16 @@ class FakeWorker:
             self.steps += 1
             if (self.folder / "fail").exists() and self.steps >= int((self.folder / "fail").read_text()):
                 raise ValueError("told to fail")
+            if self.steps >= _MOMENT_STEPS and self.has_bad_luck():
+                raise ValueError("no data on this node")
             if time.monotonic() > told_s + 0.05:
                 told_s = time.monotonic()
                 self.progress()
         self.note("finished")
+
+    def has_bad_luck(self) -> bool:
+        unlucky = self.folder / f"fail-on-{os.environ.get('NODE')}"
+        return unlucky.exists() and unlucky.read_text() == str(self.env.local_rank)
 
     def progress(self) -> None:
         self.send(Topic.PROGRESS, generation=self.generation, steps=self.steps)
