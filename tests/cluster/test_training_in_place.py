@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from baguarun.errors import NO_PROGRESS_EXIT_CODE
 from tests.cluster.conftest import START_S, Cluster, ask
+from tests.lab.job import ETCD_PORT
 from tests.lab.steps import ELASTIC_WORKER
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -47,6 +49,29 @@ def test_the_newest_checkpoint_is_gone_on_with_when_all_workers_are_lost_at_once
         weights = {step.step: step.weights for step in first_life}
         again = [step for step in second_life if step.step <= last]
         assert again and all(step.weights == weights[step.step] for step in again)
+
+
+def test_two_nodes_that_need_each_other_outlive_a_cut_of_some_seconds_and_not_one_that_lasts(
+    cluster: Cluster,
+) -> None:
+    """Workers do not reach each other; their agents do, and the store."""
+    first, second = cluster.nodes[:2]
+    options = [*IN_PLACE, "--join-timeout", "20"]
+    script = [*SCRIPT, "--pace-s", "0.05"]
+    with cluster.job("2", options=options, script=script, detect_timeout_s=0.5) as job:
+        job.start(first, second)
+        job.wait_for_world(2, START_S)
+        workers = {job.worker(host).pid for host in (first, second)}
+        second.cut_tcp_except(ETCD_PORT)
+        time.sleep(8.0)
+        second.heal()
+        job.wait_for_world(2, START_S, since=time.time())
+        assert {job.worker(host).pid for host in (first, second)} == workers
+        second.cut_tcp_except(ETCD_PORT)
+        for host in (first, second):
+            assert job.wait_for_exit(host, 2 * START_S) == NO_PROGRESS_EXIT_CODE
+            last = job.output(host).splitlines()[-1]
+            assert re.search(r"no progress: communication broke [5-9] times in \d\d+ s .*on node", last)
 
 
 def test_a_worker_that_is_slower_than_the_others_is_named(cluster: Cluster) -> None:
