@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 
 from baguarun.elastic.membership.actions import (
     Check,
@@ -348,7 +349,7 @@ def _suspected(
         return found
     nodes = [node for node in staying if node.node_id not in found.leave_out]
     if len(nodes) < view.spec.min_nodes:
-        nodes = staying
+        nodes, found = staying, replace(found, leave_out=frozenset())
     return _publish(view, nodes, world.restart_count, found.reason, broken=found.broken)
 
 

@@ -7,7 +7,7 @@ workers, the nodes that just have none and those that leave.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baguarun.elastic.membership.actions import Decision, Finish, GoLive, InPlace, Invite, Publish, Tell, Wait
 from baguarun.elastic.membership.decide import (
@@ -218,8 +218,9 @@ def _meet_again(now_s: float, view: View, world: CurrentWorld, settings: Members
         reason = f"{verdict}; {_last_complaint(view, world)}"
         return Decision(Finish(False, None, NO_PROGRESS_EXIT_CODE), reason)
     muster = _muster(view, world)
-    if len(muster.staying) - len(found.leave_out) >= view.spec.min_nodes:
-        muster.leave_out(found.leave_out)
+    if len(muster.staying) - len(found.leave_out) < view.spec.min_nodes:
+        found = replace(found, leave_out=frozenset())
+    muster.leave_out(found.leave_out)
     count, reason, broken = world.restart_count, found.reason, found.broken
     if not muster.working:
         return _start_afresh(view, muster.idle, count, reason, streak=streak, broken=broken)

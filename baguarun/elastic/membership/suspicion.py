@@ -72,7 +72,14 @@ class Blame:
     leave_out: frozenset[str]
     broken: tuple[BrokenLink, ...]
     """What the next World's leader has to remember."""
-    reason: str
+    what: str
+    """What happened, in words."""
+
+    @property
+    def reason(self) -> str:
+        """For people, who goes included."""
+        out = ", ".join(sorted(self.leave_out))
+        return f"{self.what}; going on without {out}" if out else f"{self.what}; all nodes meet again"
 
 
 def blame(
@@ -110,7 +117,7 @@ def blame(
     held_off_s = {link: FIRST_HELD_OFF_S if link in first else HELD_OFF_S for link in links}
     now = {link: BrokenLink(*link, time_s, held_off_s[link]) for link in links}
     remembered = tuple(found for _, found in sorted({**before, **now}.items()))
-    return Blame(frozenset(out), remembered, _reason(links, out))
+    return Blame(frozenset(out), remembered, _what(links))
 
 
 def held_off(
@@ -138,9 +145,8 @@ def _unforgiven(broken: Iterable[BrokenLink], time_s: float) -> list[BrokenLink]
     return [link for link in broken if time_s - link.time_s < FORGIVEN_AFTER_S]
 
 
-def _reason(links: Set[Link], out: Set[str]) -> str:
+def _what(links: Set[Link]) -> str:
     if not links:
-        return "communication broke and nobody is to blame; all nodes meet again"
+        return "communication broke and nobody is to blame"
     named = ", ".join(f"{first} and {second}" for first, second in sorted(links))
-    what = f"the connection between {named} broke"
-    return f"{what}; going on without {', '.join(sorted(out))}" if out else f"{what}; all nodes meet again"
+    return f"the connection between {named} broke"

@@ -318,6 +318,14 @@ def test_a_job_that_left_somebody_out_and_still_gets_nowhere_counts_on() -> None
     assert (list(workers), details.streak.breaks) == (["a"], 3)
 
 
+def test_nobody_reads_of_a_node_that_is_left_out_where_the_job_needs_it() -> None:
+    world = replace(FRESH, broken=(BrokenLink("a", "b", 990.0),))
+    at = {"world": world, "complaints": (complaint("a", "b"),), "time_s": 1000.0}
+    what = "the connection between a and b broke"
+    assert decided(A, B, **at)[1] == f"{what}; going on without b"
+    assert decided(A, B, nnodes=(2, 2), **at)[1] == f"{what}; all nodes meet again"
+
+
 def test_who_fails_while_a_world_in_place_forms_was_given_no_time_for_a_step() -> None:
     world = replace(FRESH, live=False, in_place=True, streak=Streak(failures=2))
     _, details, _ = published(with_state(A, A1, lost=(A0,)), B, world=world)
