@@ -33,6 +33,8 @@ class FakeWorker:
         assert self.env.control_fd is not None, "want a control channel"
         self.channel = socket.socket(fileno=self.env.control_fd)
         self.decoder = ControlDecoder()
+        self.unread: list[ControlMessage] = []
+        """Came together with the World that this worker has entered since."""
         self.expects_newcomers = False
         self.listener = socket.create_server(("127.0.0.1", 0))
 
@@ -49,6 +51,9 @@ class FakeWorker:
         self.channel.sendall(ControlMessage(topic, body).encode())
 
     def receive(self, wait_s: float) -> list[ControlMessage]:
+        if self.unread:
+            unread, self.unread = self.unread, []
+            return unread
         if not select.select([self.channel], [], [], wait_s)[0]:
             return []
         data = self.channel.recv(65536)
@@ -108,7 +113,8 @@ class FakeWorker:
         port = self.listener.getsockname()[1]
         self.send(Topic.READY, generation=self.generation, port=port, steps=self.steps)
         while True:
-            for message in self.receive(10.0):
+            messages = self.receive(10.0)
+            for number, message in enumerate(messages, 1):
                 if message.topic is Topic.LEAVE:
                     self.note("left")
                     raise SystemExit(0)
@@ -117,6 +123,7 @@ class FakeWorker:
                     self.generation, self.rank = world.generation, world.rank_of(self.env.local_rank)
                     self.note("entered", rank=self.rank, world_size=world.world_size)
                     self.progress()
+                    self.unread = messages[number:]
                     return
 
 

@@ -107,8 +107,8 @@ def test_what_a_lost_worker_had_shared_with_async_is_what_rounds_that_ended_bega
     assert len(trained) == len(set(trained))
     missing = set(all_samples(3)) - set(trained)
     assert len(missing) in (1, 4) and missing <= set(story.samples_of_the_dead())
-    # One sample is dealt to each rank in a step that anybody has done, and dealt again if its rank, also a slower
-    # survivor, had not come to it. Of a step whose end waited for a round that broke there is no line.
+    # One sample is dealt to each rank in a step that anybody has done, and dealt again if its rank, also a
+    # slower survivor, had not come to it. Of a step whose end waited for a round that broke there is no line.
     (lost_samples,) = {log[-1]["lost"] for log in survivors}
     assert lost_samples in {
         max(done) - len(missing) + sum(max(done) - each for each in done)
