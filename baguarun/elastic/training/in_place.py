@@ -44,6 +44,7 @@ class InPlaceRun:
             )
         captured = state._captured
         replicated.require_replicas(captured)
+        replicated.require_one_kind(captured)
         replicated.require_optimizers(captured)
         for name, value in replicated.collect(captured).items():
             streaming.require_sendable(name, value)

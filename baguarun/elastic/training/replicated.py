@@ -117,12 +117,37 @@ def require_replicas(captured: Mapping[str, Any]) -> None:
                     f"State: '{name}' is data-parallel by with_bagua(), and would stay in the World where it "
                     "was made so; want State(model=baguarun.DistributedDataParallel(module, ...))"
                 )
+            inner = _first_of_torch_ddp(value)
+            if inner is not None:
+                raise UsageError(
+                    f"State: '{name}' {inner} torch.nn.parallel.DistributedDataParallel, whose process group "
+                    "ends with the first change of the World; want "
+                    "State(model=baguarun.DistributedDataParallel(module, ...)), or `--elastic restart`"
+                )
             sharded = _first_sharded(value)
             if sharded is not None:
                 raise UsageError(
                     f"State: '{name}' has {sharded} spread over workers (DTensor, FSDP); a lost worker's "
                     "part could not be had back. Want `--elastic restart` with checkpoints"
                 )
+
+
+def require_one_kind(captured: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for wrapped models of which some have equal replicas and others have not: after a
+    loss the ones would be made equal, and the others be left as they are."""
+    wrapped = {name: value for name, value in captured.items() if isinstance(value, DistributedDataParallel)}
+    first_of: dict[bool, str] = {}
+    for name, model in wrapped.items():
+        first_of.setdefault(model.algorithm.exchanges_weights, name)
+    if len(first_of) < 2:
+        return
+    equal, differing = first_of[False], first_of[True]
+    raise UsageError(
+        f"State: '{equal}' ({wrapped[equal].algorithm.name}) keeps its replicas equal, '{differing}' "
+        f"({wrapped[differing].algorithm.name}) lets them differ; after a loss `--elastic in-place` "
+        "cannot go on with both. Want algorithms of one kind for all models of a State, or "
+        "`--elastic restart` with checkpoints"
+    )
 
 
 def require_optimizers(captured: Mapping[str, Any]) -> None:
@@ -138,6 +163,14 @@ def require_optimizers(captured: Mapping[str, Any]) -> None:
                         f"{type(optimizer).__name__}; want State({name}=..., optimizer=optimizer), with each "
                         "optimizer under a name of its own"
                     )
+
+
+def _first_of_torch_ddp(model: nn.Module) -> str | None:
+    """How `model` is one of torch's data-parallel models, or has one inside, in words."""
+    for inner, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return f"has '{inner}', a" if inner else "is a"
+    return None
 
 
 def _first_sharded(model: nn.Module) -> str | None:

@@ -68,6 +68,27 @@ def refuse_a_step_inside_backward(folder: Path) -> None:
     write(folder, refusal.value)
 
 
+def refuse_algorithms_of_two_kinds(folder: Path) -> None:
+    baguarun.init_process_group()
+    model, optimizer = make_model()
+    net = nn.Linear(2, 1)
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    critic = baguarun.DistributedDataParallel(net, optimizers=[other], algorithm="local_sgd")
+    with pytest.raises(UsageError) as refusal:
+        train(State(model=model, critic=critic, optimizer=optimizer, other=other, step=0))
+    train(State(model=model, optimizer=optimizer, step=0))
+    write(folder, refusal.value)
+
+
+def refuse_a_model_of_torch_ddp(folder: Path) -> None:
+    baguarun.init_process_group()
+    model, optimizer = make_model()
+    with pytest.raises(UsageError) as refusal:
+        train(State(model=nn.parallel.DistributedDataParallel(nn.Linear(2, 1)), step=0))
+    train(State(model=model, optimizer=optimizer, step=0))
+    write(folder, refusal.value)
+
+
 def write(folder: Path, said: object) -> None:
     (folder / str(os.getpid())).write_text(str(said))
     # Who is gone first would be missed by the others.
@@ -79,6 +100,11 @@ def write(folder: Path, said: object) -> None:
     [
         (refuse_a_second_run, "baguarun.elastic.run: 'tune' is called after another training function has"),
         (refuse_what_state_does_not_hold, "State: 'model' was wrapped with optimizers=[...] of which State"),
+        (
+            refuse_algorithms_of_two_kinds,
+            "State: 'model' (gradient_allreduce) keeps its replicas equal, 'critic'",
+        ),
+        (refuse_a_model_of_torch_ddp, "State: 'model' is a torch.nn.parallel.DistributedDataParallel, whose"),
         (refuse_a_step_inside_backward, "Adam.step() inside backward: a step that a loss cut short"),
     ],
 )

@@ -36,6 +36,25 @@ def test_a_model_of_with_bagua_is_refused_and_says_what_is_wanted() -> None:
     run_ranks(capture_a_model_of_bagua, 1)
 
 
+def wrap_with_torch() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+
+
+def wrap_a_part_with_torch() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), wrap_with_torch())
+
+
+@pytest.mark.parametrize(
+    ("make", "found"), [(wrap_with_torch, "is a torch.nn"), (wrap_a_part_with_torch, "has '1', a torch.nn")]
+)
+def test_a_model_of_torch_ddp_is_refused_and_says_what_is_wanted(
+    make: Callable[[], nn.Module], found: str
+) -> None:
+    for said in run_ranks(refusal_of, 2, make):
+        assert said.startswith(f"State: 'net' {found}.parallel.DistributedDataParallel, whose process group")
+        assert "want State(model=baguarun.DistributedDataParallel(module, ...))" in said
+
+
 def shard_a_weight() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -91,6 +110,28 @@ def test_an_optimizer_that_is_spread_over_workers_is_refused_by_name() -> None:
         assert said.startswith(
             "State: 'optimizer' has its state spread over workers (ZeroRedundancyOptimizer)"
         )
+
+
+def wrap(algorithm: str) -> baguarun.DistributedDataParallel:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return baguarun.DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
+
+
+def mix_algorithms() -> str:
+    body, head, other = wrap("bytegrad"), wrap("gradient_allreduce"), wrap("local_sgd")
+    replicated.require_one_kind({"body": body, "head": head, "step": 0})
+    replicated.require_one_kind({"body": other, "head": wrap("diloco")})
+    with pytest.raises(UsageError) as refusal:
+        replicated.require_one_kind({"other": other, "body": body, "head": head})
+    return str(refusal.value)
+
+
+def test_models_with_equal_and_with_differing_replicas_in_one_state_are_refused_by_name() -> None:
+    [said] = run_ranks(mix_algorithms, 1)
+    assert said.startswith(
+        "State: 'body' (bytegrad) keeps its replicas equal, 'other' (local_sgd) lets them differ"
+    )
 
 
 def leave_an_optimizer_out() -> str:
