@@ -42,13 +42,13 @@ class CommittedCopies:
             for parameter in self._untrained(model)
         ]
         self._seldom_changed = [parameter for model in self._wrapped for parameter in self._untrained(model)]
-        self._objects = [
-            value
-            for value in captured.values()
+        self._objects = {
+            name: value
+            for name, value in captured.items()
             if values.is_stateful(value)
             and not isinstance(value, (nn.Module, torch.optim.Optimizer))
             and not values.is_usual_scaler(value)
-        ]
+        }
         # Their state_dict reads one tensor after the other.
         self._scalers = [value for value in captured.values() if values.is_usual_scaler(value)]
         self._settings_of_scalers: list[tuple[float, float, int]] = []
@@ -74,8 +74,8 @@ class CommittedCopies:
         self._tensors.take(self._often_changed())
         self._copy_frozen()
         self._settings_of_scalers = [values.settings_of(scaler) for scaler in self._scalers]
-        self._kept = [values.capture(value) for value in self._objects]
-        self._values = {name: values.capture(captured[name]) for name in self._plain}
+        self._kept = [values.capture(name, value) for name, value in self._objects.items()]
+        self._values = {name: values.capture(name, captured[name]) for name in self._plain}
         self._random.take()
         for model in self._wrapped:
             model.commit()
@@ -91,7 +91,7 @@ class CommittedCopies:
             self.begin_second_pass()
         self._tensors.put_back(self._often_changed())
         self._frozen.put_back(self._seldom_changed)
-        for value, kept in zip(self._objects, self._kept, strict=True):
+        for value, kept in zip(self._objects.values(), self._kept, strict=True):
             # Of a copy: many take over what they are given, and change it in the next step.
             values.restore(value, copy.deepcopy(kept))
         for scaler, settings in zip(self._scalers, self._settings_of_scalers, strict=True):

@@ -18,7 +18,7 @@ from baguarun.errors import UsageError
 
 def collect(captured: Mapping[str, Any]) -> dict[str, Any]:
     """The values to be sent; tensors are the live ones."""
-    return {name: _state_of(value) for name, value in captured.items()}
+    return {name: values.state_of(name, value) for name, value in captured.items()}
 
 
 def adopt(captured: dict[str, Any], sent: Mapping[str, Any], *, buffers: bool) -> None:
@@ -36,12 +36,13 @@ def collect_without_weights(captured: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in captured.items():
         if isinstance(value, torch.optim.Optimizer):
-            found[name] = [
+            settings = [
                 {key: setting for key, setting in group.items() if key != "params"}
                 for group in value.param_groups
             ]
+            found[name] = values.readable(f"'{name}'.param_groups", settings)
         elif not isinstance(value, nn.Module):
-            found[name] = _state_of(value)
+            found[name] = values.state_of(name, value)
     return found
 
 
@@ -233,12 +234,6 @@ def _averages(mine: Sequence[torch.Tensor], among: int, *, contributes: bool = T
 def _set(tensors: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(tensors, wanted, strict=True):
         tensor.copy_(value)
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, DistributedDataParallel):
-        return value.module.state_dict()
-    return value.state_dict() if values.is_stateful(value) else value
 
 
 def _load_module(model: nn.Module, kept: Mapping[str, Any], *, buffers: bool) -> None:

@@ -25,12 +25,13 @@ class Snapshot:
     @classmethod
     def take(cls, captured: Mapping[str, Any], steps: int, places: list[dict[str, Any]]) -> Snapshot:
         """Collective if the algorithm lets replicas differ: their average is what they have in common."""
-        kept = {name: values.capture(value) for name, value in captured.items()}
+        kept = {name: values.capture(name, value) for name, value in captured.items()}
         own: dict[str, Any] = {"random": random_state.portable(), "algorithm": {}, "replica": {}}
         differ = [name for name, value in captured.items() if _replicas_differ(value)]
         for name, value in captured.items():
             if isinstance(value, DistributedDataParallel):
-                own["algorithm"][name] = value.algorithm_state_dict()
+                algorithm = value.algorithm_state_dict()
+                own["algorithm"][name] = values.readable(f"'{name}'.algorithm_state_dict()", algorithm)
             if differ and values.is_stateful(value):
                 own["replica"][name] = kept[name]
         for name in differ:

@@ -43,7 +43,8 @@ class State:
 
     What is given by name is there as an attribute: objects with state_dict and load_state_dict (models,
     optimizers, schedulers, GradScaler), and plain values (numbers, strings, tensors, lists and dicts), which
-    may be assigned anew. Wrap the model first. Raises `UsageError` for what cannot be kept.
+    may be assigned anew. Wrap the model first. Raises `UsageError` for what cannot be kept, be it here, where
+    it is assigned or where it is first written; of numpy's numbers Python's are kept.
 
     `commit` ends a step: only what is committed counts. With `checkpoints`, the state is written every so
     often, and `baguarun.elastic.run` goes on from the newest.
@@ -52,11 +53,10 @@ class State:
     """
 
     def __init__(self, *, checkpoints: Checkpoints | None = None, **captured: Any) -> None:
-        for name, value in captured.items():
+        for name in captured:
             if hasattr(type(self), name) or name.startswith("_"):
                 raise UsageError(f"State: '{name}' is a name of State itself; want another one")
-            values.require_capturable(name, value)
-        self._captured = captured
+        self._captured = {name: values.accepted(name, value) for name, value in captured.items()}
         self._folder = None if checkpoints is None else CheckpointFolder(checkpoints)
         self._steps = 0
         self._samplers: list[ElasticSampler] = []
@@ -89,8 +89,7 @@ class State:
                 )
             super().__setattr__(name, value)
             return
-        values.require_capturable(name, value)
-        self._captured[name] = value
+        self._captured[name] = values.accepted(name, value)
 
     @property
     def committed_steps(self) -> int:
@@ -168,7 +167,8 @@ class State:
         self._require_folder().write(self._snapshot(), wait=True)
 
     def load(self) -> bool:
-        """Go on from the newest checkpoint; False if there is none. Collective."""
+        """Go on from the newest checkpoint; False if there is none. Collective. Raises `CheckpointError` if
+        there are some and none can be read."""
         snapshot = self._require_folder().read()
         if snapshot is None:
             return False

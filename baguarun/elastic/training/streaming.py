@@ -7,7 +7,7 @@ the receiver is touched before everything is there.
 from __future__ import annotations
 
 import io
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -164,7 +164,7 @@ def _take_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
             tensors.append(item)
             return {_SLOT: len(tensors) - 1}
         if isinstance(item, dict):
-            return {key: visit(entry) for key, entry in item.items()}
+            return _like(item, {key: visit(entry) for key, entry in item.items()})
         if isinstance(item, list):
             return [visit(entry) for entry in item]
         if isinstance(item, tuple):
@@ -178,10 +178,15 @@ def _put_together(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(skeleton, dict):
         if skeleton.keys() == {_SLOT}:
             return tensors[skeleton[_SLOT]]
-        return {key: _put_together(entry, tensors) for key, entry in skeleton.items()}
+        return _like(skeleton, {key: _put_together(entry, tensors) for key, entry in skeleton.items()})
     if isinstance(skeleton, (list, tuple)):
         return type(skeleton)(_put_together(entry, tensors) for entry in skeleton)
     return skeleton
+
+
+def _like(model: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """`items` in a dict of `model`'s kind, if that can be sent."""
+    return type(model)(items) if type(model) in (OrderedDict, Counter) else items
 
 
 def _encode(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:

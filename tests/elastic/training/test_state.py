@@ -91,7 +91,7 @@ def test_values_are_attributes_and_may_be_assigned():
     ("captured", "words"),
     [
         ({"lock": threading.Lock()}, "'lock' is a lock, which cannot be kept"),
-        ({"items": [1, object()]}, "'items' is a list"),
+        ({"items": [1, object()]}, r"'items'\[1\] is a object, which cannot be kept"),
         ({"commit": 1}, "'commit' is a name of State itself"),
     ],
 )
