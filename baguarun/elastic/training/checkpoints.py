@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import re
 import shutil
 import sys
 import threading
@@ -122,30 +124,44 @@ class CheckpointFolder:
         self.report()
 
     def read(self) -> Snapshot | None:
-        """The newest checkpoint that all ranks can have. Collective."""
+        """The newest checkpoint that all ranks can have; None if there is none. Collective.
+
+        Raises `CheckpointError` on all ranks if there are some and none can be read: to begin anew beside
+        them is for the user to decide.
+        """
         here = {path.name: path for path in self._published()}
         everywhere = _gather(sorted(here))
+        troubles = []
         for name in sorted({name for names in everywhere for name in names}, reverse=True):
             reader = next(rank for rank, names in enumerate(everywhere) if name in names)
-            snapshot = self._read(name, here.get(name), reader)
-            if snapshot is not None:
-                return snapshot
-        return None
+            try:
+                return self._read(name, here.get(name), reader)
+            except CheckpointError as trouble:
+                troubles.append(str(trouble))
+                if _rank() == 0:
+                    print(f"baguarun: checkpoint passed over: {trouble}", file=sys.stderr, flush=True)
+        if not troubles:
+            return None
+        raise CheckpointError(
+            f"none of the checkpoints in {self._root} can be read ({'; '.join(troubles)}). Want one there "
+            "that can or, to begin anew, another folder or this one without them"
+        )
 
-    def _read(self, name: str, path: Path | None, reader: int) -> Snapshot | None:
-        """The checkpoint of that name, what is shared being sent by rank `reader`; None if it is damaged."""
+    def _read(self, name: str, path: Path | None, reader: int) -> Snapshot:
+        """The checkpoint of that name, what is shared being sent by rank `reader`.
+
+        Raises `CheckpointError` on all ranks if it is damaged.
+        """
         rank, shared, own, trouble = _rank(), None, None, None
         try:
             if rank == reader and path is not None:
                 shared = _load(path / "shared.pt")
             own = self._own_part(path, rank)
         except Exception as error:  # noqa: BLE001 - whatever a damaged file makes torch raise
-            trouble = f"{path}: {error}"
+            trouble = f"{path}: {_reason(error)}"
         troubles = [found for found in _gather(trouble) if found is not None]
         if troubles:
-            if rank == 0:
-                print(f"baguarun: checkpoint passed over: {troubles[0]}", file=sys.stderr, flush=True)
-            return None
+            raise CheckpointError(troubles[0])
         shared = _send_from(reader, shared)
         assert shared is not None
         lacking = ""
@@ -180,7 +196,7 @@ class CheckpointFolder:
             _save(snapshot.own, writing / f"rank-{rank:05}.pt")
             if rank == 0:
                 self._publish(writing, snapshot.steps, writers)
-        except (OSError, RuntimeError, CheckpointError) as error:
+        except Exception as error:  # noqa: BLE001 - nobody else would say what ended this thread
             self._failure = f"step {snapshot.steps}, {writing}: {error}"
             with contextlib.suppress(OSError):
                 (writing / f"rank-{rank:05}.failed").touch()
@@ -213,7 +229,9 @@ class CheckpointFolder:
             shutil.rmtree(target)
         os.rename(writing, target)
         _sync_folder(self._root)
-        for old in self._published()[: -self._settings.keep]:
+        # Later steps that training has gone back behind, as nobody could read them, count for nothing.
+        until_now = [path for path in self._published() if path.name <= target.name]
+        for old in until_now[: -self._settings.keep]:
             shutil.rmtree(old, ignore_errors=True)
         for stale in self._root.glob("writing-*"):
             # Not those of later steps: another rank may have begun the next one.
@@ -275,6 +293,15 @@ def _save(value: Any, path: Path) -> None:
 
 def _load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be read; torch's advice on one that holds a foreign class is left out."""
+    foreign = re.search(r"\bGLOBAL (\S+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and foreign is not None:
+        return f"it holds a {foreign[1]}, which is not safe to read"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _facts(path: Path) -> dict[str, Any]:

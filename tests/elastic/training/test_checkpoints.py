@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import baguarun
 from baguarun.elastic import Checkpoints, State
+from baguarun.elastic.training.checkpoints import CheckpointError
 from baguarun.errors import UsageError
 from tests.comm.ranks import run_ranks
 
@@ -59,6 +61,48 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, capfd,
     assert state.committed_steps == 1
     # What has no record was never published: nothing is wrong with it.
     assert ("passed over" in capfd.readouterr().err) == (damage != "no record")
+
+
+def test_where_none_can_be_read_training_does_not_begin_anew(tmp_path, capfd):
+    commit(make_state(tmp_path, every_steps=1), 2)
+    torch.save({"steps": collections.deque()}, tmp_path / "step-000000000001" / "shared.pt")
+    (tmp_path / "step-000000000002" / "shared.pt").unlink()
+    state = make_state(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        baguarun.elastic.run(lambda state: None)(state)
+    said = str(refusal.value)
+    assert said.startswith(f"none of the checkpoints in {tmp_path} can be read (")
+    assert f"{tmp_path}/step-000000000001: it holds a collections.deque, which is not" in said
+    assert f"{tmp_path}/step-000000000002: [Errno 2] No such file" in said
+    assert said.endswith("or, to begin anew, another folder or this one without them")
+    assert state.committed_steps == 0
+    assert capfd.readouterr().err.count("passed over") == 2
+
+
+def test_what_was_just_written_stays_beside_later_ones_that_nobody_can_read(tmp_path):
+    commit(make_state(tmp_path, every_steps=1, keep=4), 4)
+    for step in (3, 4):
+        (tmp_path / f"step-{step:012}" / "shared.pt").unlink()
+    state = make_state(tmp_path, keep=1)
+    assert state.load()
+    assert state.committed_steps == 2
+    state.save()
+    assert names(tmp_path) == [f"step-{step:012}" for step in (2, 3, 4)]
+    commit(state, 1)
+    state.save()
+    assert names(tmp_path) == [f"step-{step:012}" for step in (3, 4)]
+    again = make_state(tmp_path)
+    assert again.load()
+    assert again.committed_steps == 3
+
+
+def test_a_write_that_ends_in_any_error_is_told(tmp_path, monkeypatch):
+    def fail(value, file):
+        raise ValueError("no such value")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match=r"step 0, .*: no such value"):
+        make_state(tmp_path).save()
 
 
 def test_what_an_earlier_life_left_unfinished_is_not_taken_and_goes(tmp_path):
@@ -141,6 +185,23 @@ def test_each_rank_draws_the_random_numbers_that_were_its_own(tmp_path):
     kept = run_ranks(save_and_draw, 2, tmp_path)
     assert kept[0] != kept[1]
     assert run_ranks(load_and_draw, 2, tmp_path) == kept
+
+
+def go_on_from_nothing(folder) -> str:
+    # One rank cannot read it, and all end.
+    if dist.get_rank() == 1:
+        os.truncate(folder / "step-000000000000" / "rank-00001.pt", 10)
+    dist.barrier()
+    with pytest.raises(CheckpointError) as refusal:
+        make_state(folder).load()
+    return str(refusal.value)
+
+
+def test_what_one_rank_cannot_read_ends_all(tmp_path):
+    run_ranks(save_and_draw, 2, tmp_path)
+    said = run_ranks(go_on_from_nothing, 2, tmp_path)
+    assert said[0] == said[1]
+    assert "step-000000000000: " in said[0]
 
 
 def test_ranks_that_do_not_see_the_folder_are_sent_what_is_shared(tmp_path):
