@@ -16,6 +16,7 @@ from baguarun.elastic.training import replicated, streaming
 from baguarun.elastic.training.applied import AppliedSteps
 from baguarun.elastic.training.committed import CommittedCopies
 from baguarun.elastic.training.dealt import Account, settle
+from baguarun.elastic.training.default_group import device
 from baguarun.elastic.training.positions import Part, Standing, plan, stays_in_nodes
 from baguarun.elastic.training.random_state import begin_stream
 from baguarun.elastic.training.state import State
@@ -256,9 +257,3 @@ class CatchingUp:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def device() -> torch.device:
-    """Where tensors have to be for the default group to send them."""
-    has_cuda = "nccl" in dist.get_backend()
-    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")

@@ -17,8 +17,9 @@ from baguarun.comm.control import ControlChannel
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.world import enter_world
 from baguarun.contract import ControlMessage, Topic, WorkerEnv, World
-from baguarun.elastic.training import replicated, standby, streaming
-from baguarun.elastic.training.catching_up import CatchingUp, device
+from baguarun.elastic.training import comparison, replicated, standby, streaming
+from baguarun.elastic.training.catching_up import CatchingUp
+from baguarun.elastic.training.default_group import device
 from baguarun.elastic.training.patience import Patience
 from baguarun.elastic.training.positions import Standing
 from baguarun.elastic.training.state import State
@@ -59,7 +60,7 @@ class InPlaceRun:
         self._exchanging = [model for model in self._models if model.algorithm.exchanges_weights]
         self._catching_up = CatchingUp(state, self._before_step)
         self._patience = Patience(env.detect_timeout_s)
-        self._declaration = replicated.declare(captured)
+        self._declaration = comparison.declare(captured)
         self._generation = env.generation
         self._told = env.generation
         self._is_told_to_leave = False
@@ -250,7 +251,7 @@ class InPlaceRun:
         self._boundary = self._make_boundary()
         self._tell(Topic.PROGRESS, generation=self._generation, steps=0)
         self._compare(self._exchange_standings()[1])
-        replicated.require_equal(self._captured, device())
+        comparison.require_equal(self._captured, device())
         self._state._first_world_size = dist.get_world_size()
         self._state.resume()
         self._is_valid = True
@@ -308,7 +309,7 @@ class InPlaceRun:
         """Of all ranks: where they stand, and a number that tells whether their states fit together."""
         mine = self._catching_up.standing(valid=self._is_valid)
         numbers = [mine.valid, mine.committed, mine.sub_steps, mine.is_whole, mine.node]
-        row = torch.tensor([*map(int, numbers), replicated.digest(self._declaration)], device=device())
+        row = torch.tensor([*map(int, numbers), comparison.digest(self._declaration)], device=device())
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.agreement import Declaration, require_same, tensor_form
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.elastic.training import values
 from baguarun.errors import UsageError
@@ -57,56 +55,11 @@ def adopt_without_weights(captured: dict[str, Any], sent: Mapping[str, Any]) -> 
             captured[name] = values.restore(value, kept)
 
 
-def declare(captured: Mapping[str, Any]) -> Declaration:
-    """Names and forms, which must be the same on all ranks."""
-    settings = [("what State holds", ", ".join(captured))]
-    tensors: list[tuple[str, str]] = []
-    for name, value in captured.items():
-        kind = type(value).__name__ if values.is_stateful(value) else "a plain value"
-        settings.append((f"State's '{name}'", kind))
-        if isinstance(value, nn.Module):
-            named = [*value.named_parameters(), *value.named_buffers()]
-            tensors += [(f"{name}.{inner}", tensor_form(tensor)) for inner, tensor in named]
-        elif isinstance(value, torch.optim.Optimizer):
-            groups = [[list(each.shape) for each in group["params"]] for group in value.param_groups]
-            settings.append((f"parameters of State's '{name}'", str(groups)))
-    return Declaration(settings=tuple(settings), tensors=tuple(tensors))
-
-
-def require_equal(captured: Mapping[str, Any], device: torch.device) -> None:
-    """Raise `UsageError` on every rank of the default group if the ranks hold different things. Collective.
-
-    Compared are names and forms, plain values, optimizers' settings and the weights of models that are not
-    wrapped, as of those that follow another one. To be called before a checkpoint is read, and never with a
-    newcomer, which has the values of a script that has just begun.
-    """
-    forms = declare(captured)
-    found = list(forms.settings)
-    for name, value in captured.items():
-        if isinstance(value, torch.optim.Optimizer):
-            for number, group in enumerate(value.param_groups):
-                settings = {key: setting for key, setting in group.items() if key != "params"}
-                found.append((f"the settings of State's '{name}', group {number}", _in_words(settings)))
-        elif isinstance(value, nn.Module):
-            if not isinstance(value, DistributedDataParallel):
-                found.append((f"the weights of State's '{name}'", _in_words(value.state_dict())))
-        elif not values.is_stateful(value):
-            found.append((f"State's '{name}'", _in_words(value)))
-    world = dist.group.WORLD
-    assert world is not None
-    require_same(Declaration(settings=tuple(found), tensors=forms.tensors), world, device)
-
-
-def digest(declaration: Declaration) -> int:
-    """63 bits that tell declarations apart."""
-    return int.from_bytes(hashlib.sha256(repr(declaration).encode()).digest()[:8], "little") >> 1
-
-
 def require_replicas(captured: Mapping[str, Any]) -> None:
     """Raise `UsageError` for models and optimizers whose parts lie on different workers, which nobody could
     replace, and for models that could not follow into another World."""
     for name, value in captured.items():
-        if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(value).__mro__):
+        if is_spread(value):
             raise UsageError(
                 f"State: '{name}' has its state spread over workers (ZeroRedundancyOptimizer); a lost "
                 "worker's part could not be had back. Want the optimizer that it wraps, or "
@@ -164,6 +117,11 @@ def require_optimizers(captured: Mapping[str, Any]) -> None:
                         f"{type(optimizer).__name__}; want State({name}=..., optimizer=optimizer), with each "
                         "optimizer under a name of its own"
                     )
+
+
+def is_spread(optimizer: object) -> bool:
+    """Whether each worker has a part of what `optimizer` keeps."""
+    return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
 
 
 def _first_of_torch_ddp(model: nn.Module) -> str | None:
@@ -243,28 +201,3 @@ def _load_module(model: nn.Module, kept: Mapping[str, Any], *, buffers: bool) ->
         return
     own = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     module.load_state_dict({name: item for name, item in kept.items() if name not in own}, strict=False)
-
-
-_LONGEST = 80
-
-
-def _in_words(value: Any) -> str:
-    """Text that is the same for equal values only, of any size."""
-    text = repr(_with_digests(value))
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:_LONGEST]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:16]})"
-
-
-def _with_digests(value: Any) -> Any:
-    """`value` with text in place of tensors."""
-    if isinstance(value, torch.Tensor):
-        numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"{tensor_form(value)} {hashlib.sha256(numbers).hexdigest()[:16]}"
-    if isinstance(value, Mapping):
-        return sorted(
-            ((repr(key), _with_digests(item)) for key, item in value.items()), key=lambda pair: pair[0]
-        )
-    if isinstance(value, (list, tuple)):
-        return [_with_digests(item) for item in value]
-    return value

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
-import torch.distributed as dist
-
 from baguarun.comm.groups import read_worker_env
 from baguarun.contract import STACKS_SIGNAL
-from baguarun.elastic.training import replicated
-from baguarun.elastic.training.catching_up import device
+from baguarun.elastic.training import comparison
+from baguarun.elastic.training.default_group import device, has_others
 from baguarun.elastic.training.in_place import InPlaceRun, control_channel
 from baguarun.elastic.training.state import State
 from baguarun.errors import UsageError
@@ -40,7 +38,7 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
     is caught here: let it pass, and do all training in one call, for a second one is refused.
 
     Raises `UsageError` while another one runs in this process, and on every worker if those that begin
-    together hold different plain values, settings or unwrapped weights.
+    together hold different things in their State.
     """
 
     @functools.wraps(train)
@@ -61,8 +59,8 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                         in_place.prepare([*args, *kwargs.values()])
                     _HAS_TRAINED_IN_PLACE.set()
                     return in_place.train(lambda: train(state, *args, **kwargs))
-                if dist.is_initialized() and dist.get_world_size() > 1:
-                    replicated.require_equal(state._captured, device())
+                if has_others():
+                    comparison.require_equal(state._captured, device())
                 state.resume()
                 return train(state, *args, **kwargs)
             finally:

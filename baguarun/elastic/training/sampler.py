@@ -59,10 +59,11 @@ class ElasticSampler(Sampler[list[int]]):
         if policy not in policies:
             raise UsageError(f"ElasticSampler: policy={policy!r}; want one of {', '.join(policies)}")
         self._length = len(data)
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._drop_last = drop_last
+        # Also of numpy's numbers, which could not be read back.
+        self._batch_size = int(batch_size)
+        self._shuffle = bool(shuffle)
+        self._seed = int(seed)
+        self._drop_last = bool(drop_last)
         self._policy = BatchPolicy(policy)
         self._rank, self._world_size = _own_place()
         self._first_world_size = self._world_size
@@ -182,6 +183,18 @@ class ElasticSampler(Sampler[list[int]]):
         """All of `state_dict` that changes. Taken at every commit."""
         return self.epoch, self.cursor, self._left, self._first_world_size
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What decides, with the place, which rank is dealt which sample when. Equal on all ranks."""
+        return {
+            "length": self._length,
+            "batch_size": self._batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "drop_last": self._drop_last,
+            "policy": self._policy.value,
+        }
+
     def state_dict(self, place: Place | None = None) -> dict[str, Any]:
         """The present place, or `place`, equal on all ranks."""
         epoch, cursor, left, first_world_size = place or self.place
@@ -190,21 +203,14 @@ class ElasticSampler(Sampler[list[int]]):
             "cursor": cursor,
             "left": [list(span) for span in left],
             "first_world_size": first_world_size,
-            "length": self._length,
-            "batch_size": self._batch_size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
+            **self._settings,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, in a World of any size. Raises `UsageError` if the order would be another."""
-        for name, here in (
-            ("length", self._length),
-            ("batch_size", self._batch_size),
-            ("shuffle", self._shuffle),
-            ("seed", self._seed),
-        ):
-            if state[name] != here:
+        for name, here in self._settings.items():
+            # Early checkpoints have not all of them.
+            if state.get(name, here) != here:
                 raise UsageError(
                     f"ElasticSampler: the state was kept with {name}={state[name]!r}, here it is {here!r}; "
                     "want the same data and settings, else samples would be left out or repeated"

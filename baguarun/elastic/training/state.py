@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from baguarun.comm import timeline
 from baguarun.comm.ddp import DistributedDataParallel
-from baguarun.elastic.training import values
+from baguarun.elastic.training import comparison, values
 from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
 from baguarun.elastic.training.dealing import Deal
+from baguarun.elastic.training.default_group import device, has_others
 from baguarun.elastic.training.learning_rates import scale_learning_rates
 from baguarun.elastic.training.sampler import ElasticSampler, Place
 from baguarun.elastic.training.snapshot import Snapshot
@@ -65,6 +65,8 @@ class State:
         # Of the samplers, at the last commit.
         self._committed: list[Place] = []
         self._claimed: set[int] = set()
+        # Those of them that are known to be alike on all ranks of this World.
+        self._compared: set[int] = set()
         self._lost_samples = 0
         self._missed_samples = 0
         self._first_world_size: int | None = None
@@ -113,10 +115,12 @@ class State:
         """The steps from here to the end of the epoch, each as this rank's micro-batches.
 
         `loader` has `batch_sampler=ElasticSampler(...)`. Call `commit` at the end of each step. When the loop
-        ends the next call is for the next epoch.
+        ends the next call is for the next epoch. Collective when it begins: raises `UsageError` on all ranks
+        if their data, settings or places differ.
         """
         self._check()
         sampler = self._sampler_of(loader)
+        self._require_alike(sampler)
         models = [value for value in self._captured.values() if isinstance(value, DistributedDataParallel)]
         # Beginning to load draws a seed for the loader's workers. An epoch that is gone on with begins once
         # more than an undisturbed one, and what is drawn after that should be the same.
@@ -215,6 +219,7 @@ class State:
         self._places = places
         self._open = None
         self._claimed.clear()
+        self._compared.clear()
         for sampler, place in zip(self._samplers, places, strict=False):
             sampler.load_state_dict(place)
         for sampler in self._samplers:
@@ -254,9 +259,16 @@ class State:
         self._samplers[index : index + 1] = [sampler]
         self._claimed.add(index)
         self._committed[index : index + 1] = [sampler.place]
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if has_others():
             self._require_wrapped()
         return sampler
+
+    def _require_alike(self, sampler: ElasticSampler) -> None:
+        """Once in each World, in which all ranks come by here or none: newcomers, too."""
+        index = self._samplers.index(sampler)
+        if has_others() and index not in self._compared:
+            comparison.require_same_samples(f"State.steps' loader {index}", sampler, device())
+            self._compared.add(index)
 
     def _require_wrapped(self) -> None:
         if not any(isinstance(value, DistributedDataParallel) for value in self._captured.values()):

@@ -150,12 +150,6 @@ def run_script(script: Script) -> None:
                     if what.action == "talk":
                         torch.distributed.barrier()
 
-    def hold_until_news() -> None:
-        channel = control_channel(read_worker_env())
-        assert channel is not None
-        while channel.pending is None:
-            time.sleep(0.001)
-
     interrupt_meeting(at)
     interrupt_streaming(at)
     # Asked at every commit, as slow steps are: a test says where its World is left.
@@ -231,6 +225,14 @@ def run_script(script: Script) -> None:
         buffers=[value.tolist() for value in net.buffers()],
         random=torch.rand(2).tolist(),
     )
+
+
+def hold_until_news() -> None:
+    """Until the agent has said something about the World."""
+    channel = control_channel(read_worker_env())
+    assert channel is not None
+    while channel.pending is None:
+        time.sleep(0.001)
 
 
 def make_optimizers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -150,67 +149,3 @@ def test_an_optimizer_of_a_wrapped_model_that_state_does_not_hold_is_refused() -
     [said] = run_ranks(leave_an_optimizer_out, 1)
     assert "'net' was wrapped with optimizers=[...] of which State does not hold the SGD" in said
     assert "want State(net=..., optimizer=optimizer)" in said
-
-
-def captured_of(rank: int) -> dict[str, Any]:
-    """What is the same everywhere, though random numbers differ by rank."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    values = {
-        "epoch": 0,
-        "best": float("nan"),
-        "seen": {"b": [1, 2], "a": torch.ones(2, dtype=torch.bfloat16)},
-    }
-    torch.manual_seed(rank)
-    wrapped = baguarun.DistributedDataParallel(nn.Linear(3, 3))
-    return {"model": wrapped, "average": model, "optimizer": optimizer, **values}
-
-
-def set_value(captured: dict[str, Any], rank: int) -> None:
-    captured["epoch"] = rank
-
-
-def set_tensor(captured: dict[str, Any], rank: int) -> None:
-    captured["seen"]["a"][1] += rank
-
-
-def set_learning_rate(captured: dict[str, Any], rank: int) -> None:
-    captured["optimizer"].param_groups[0]["lr"] *= 1 + rank
-
-
-def set_weight(captured: dict[str, Any], rank: int) -> None:
-    with torch.no_grad():
-        captured["average"].weight[0, 0] += rank
-
-
-def leave_out(captured: dict[str, Any], rank: int) -> None:
-    if rank == 1:
-        del captured["best"]
-
-
-def what_is_said(change: Callable[[dict[str, Any], int], None]) -> str:
-    captured = captured_of(dist.get_rank())
-    replicated.require_equal(captured, CPU)
-    change(captured, dist.get_rank())
-    with pytest.raises(UsageError) as refusal:
-        replicated.require_equal(captured, CPU)
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (set_value, "State's 'epoch': rank 0 has 0, rank 1 has 1; want the same on all"),
-        (set_tensor, "State's 'seen'"),
-        (set_learning_rate, "the settings of State's 'optimizer', group 0"),
-        (set_weight, "the weights of State's 'average'"),
-        (leave_out, "what State holds"),
-    ],
-)
-def test_what_differs_at_the_start_is_named_on_every_rank(
-    change: Callable[[dict[str, Any], int], None], named: str
-) -> None:
-    said = run_ranks(what_is_said, 3, change)
-    assert len(set(said)) == 1
-    assert said[0].startswith(f"ranks differ in {named}")

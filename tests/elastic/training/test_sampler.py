@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -56,6 +57,8 @@ def test_the_number_of_batches_is_what_the_loader_will_give():
         ({"batch_size": 9}, "batch_size=8"),
         ({"batch_size": 8, "seed": 1}, "seed=0"),
         ({"batch_size": 8, "shuffle": False}, "shuffle=True"),
+        ({"batch_size": 8, "drop_last": True}, "drop_last=False"),
+        ({"batch_size": 8, "policy": "scale_lr"}, "policy='constant'"),
     ],
 )
 def test_a_place_in_another_order_is_refused(settings, name):
@@ -64,6 +67,21 @@ def test_a_place_in_another_order_is_refused(settings, name):
         ElasticSampler(DATA, **settings).load_state_dict(kept)
     with pytest.raises(UsageError, match="length=100, here it is 99"):
         ElasticSampler(DATA[:99], 8).load_state_dict(kept)
+
+
+def test_a_place_of_before_all_settings_were_kept_is_gone_on_from():
+    kept = ElasticSampler(DATA, 8).state_dict() | {"cursor": 16}
+    del kept["drop_last"], kept["policy"]
+    sampler = ElasticSampler(DATA, 8, drop_last=True, policy="scale_lr")
+    sampler.load_state_dict(kept)
+    assert sampler.cursor == 16
+
+
+def test_settings_of_numpy_are_kept_as_pythons():
+    sampler = ElasticSampler(DATA, np.int64(8), seed=np.int64(3), shuffle=np.bool_(True))
+    assert [type(value) for value in sampler.state_dict().values()] == [
+        type(value) for value in ElasticSampler(DATA, 8).state_dict().values()
+    ]
 
 
 @pytest.mark.parametrize(
