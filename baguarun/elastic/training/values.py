@@ -155,7 +155,7 @@ def _converted(value: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) ->
             }
         )
     if kind in _SEQUENCES:
-        return kind([_converted(item, of_tensor) for item in value])
+        return kind([item if type(item) in _UNCHANGING else _converted(item, of_tensor) for item in value])
     if _is_numpy_scalar(value) and type(plain := value.item()) in _UNCHANGING:
         return plain
     if not _comes_back(value):
