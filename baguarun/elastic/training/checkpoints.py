@@ -81,6 +81,8 @@ class CheckpointFolder:
         self._writer: threading.Thread | None = None
         self._failure: str | None = None
         self._writers: _Writers | None = None
+        # Of Worlds before ours, or of an earlier life of the job, which counted its generations for itself.
+        self._found_here = self._records()
         self.may_publish: Callable[[], bool] = lambda: True
         """Whether the job cannot be going on elsewhere. Called on the writer's thread."""
 
@@ -218,10 +220,15 @@ class CheckpointFolder:
             raise CheckpointError(
                 "this node's lease in the store has ended, and the job may be going on elsewhere"
             )
-        newest = self._published()[-1:]
-        if newest and _facts(newest[0])["generation"] > writers.generation:
-            raise CheckpointError(f"{newest[0].name} is of a later World; this worker is of one that ended")
-        facts = {"steps": steps, "world_size": writers.world_size, "generation": writers.generation}
+        for name, record in self._records().items():
+            if record["generation"] > writers.generation and record != self._found_here.get(name):
+                raise CheckpointError(f"{name} is of a later World; this worker is of one that ended")
+        facts = {
+            "steps": steps,
+            "world_size": writers.world_size,
+            "generation": writers.generation,
+            "written_by": writers.life,
+        }
         (writing / "checkpoint.json").write_text(json.dumps(facts) + "\n")
         target = self._root / f"{_PREFIX}{steps:012}"
         if target.exists():
@@ -241,6 +248,14 @@ class CheckpointFolder:
     def _published(self) -> list[Path]:
         """Oldest first."""
         return sorted(path for path in self._root.glob(f"{_PREFIX}*") if (path / "checkpoint.json").exists())
+
+    def _records(self) -> dict[str, dict[str, Any]]:
+        """Who wrote each published checkpoint, by its name; without those that are damaged."""
+        found = {}
+        for path in self._published():
+            with contextlib.suppress(OSError, ValueError):
+                found[path.name] = json.loads((path / "checkpoint.json").read_text())
+        return found
 
     def _find_writers(self) -> _Writers:
         """Ranks that see what rank 0 writes. Collective."""
@@ -302,11 +317,6 @@ def _reason(error: Exception) -> str:
         return f"it holds a {foreign[1]}, which is not safe to read"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((path / "checkpoint.json").read_text())
-    return facts
 
 
 def _sync_folder(path: Path) -> None:

@@ -117,13 +117,37 @@ def test_what_an_earlier_life_left_unfinished_is_not_taken_and_goes(tmp_path):
 
 
 def test_a_worker_of_an_older_world_publishes_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("BAGUARUN_GENERATION", "2")
+    of_older = make_state(tmp_path, every_steps=1)
     monkeypatch.setenv("BAGUARUN_GENERATION", "3")
     commit(make_state(tmp_path, every_steps=1), 1)
     assert json.loads((tmp_path / "step-000000000001/checkpoint.json").read_text())["generation"] == 3
     monkeypatch.setenv("BAGUARUN_GENERATION", "2")
-    commit(make_state(tmp_path, every_steps=1), 2)
+    commit(of_older, 2)
     assert names(tmp_path) == ["step-000000000001"]
     assert "is of a later World" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("generation", ["0", "1"])
+def test_a_job_that_is_submitted_again_counts_its_worlds_anew_and_publishes(
+    tmp_path, monkeypatch, capfd, generation
+):
+    monkeypatch.setenv("BAGUARUN_GENERATION", "3")
+    commit(make_state(tmp_path, every_steps=1), 2)
+    monkeypatch.setenv("BAGUARUN_GENERATION", generation)
+    state = make_state(tmp_path, every_steps=1)
+    assert state.load()
+    commit(state, 1)
+    assert names(tmp_path) == [f"step-{step:012}" for step in (1, 2, 3)]
+    assert "no checkpoint" not in capfd.readouterr().err
+    # A later World of that job has written in place of one of the first job's.
+    monkeypatch.setenv("BAGUARUN_GENERATION", "2")
+    later = make_state(tmp_path, every_steps=1)
+    commit(later, 2)
+    monkeypatch.setenv("BAGUARUN_GENERATION", generation)
+    commit(state, 1)
+    assert names(tmp_path) == [f"step-{step:012}" for step in (1, 2, 3)]
+    assert "step-000000000001 is of a later World" in capfd.readouterr().err
 
 
 def test_a_worker_whose_node_has_no_lease_publishes_nothing_and_deletes_nothing(tmp_path, capfd):
