@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+import baguarun
+from baguarun.comm.groups import read_worker_env
 from baguarun.elastic import Checkpoints, State
 from baguarun.elastic.training import replicated, streaming, values
 from baguarun.errors import UsageError
 from tests.comm.ranks import run_ranks
+from tests.elastic.training.fake_agent import FakeAgent
+from tests.elastic.training.resized import hold_until_news
 
 
 class Phase(enum.IntEnum):
@@ -204,3 +209,44 @@ def send_kinds() -> None:
 
 def test_kinds_of_dicts_are_sent() -> None:
     run_ranks(send_kinds, 2)
+
+
+def train_with_numpys_means(folder: Path) -> None:
+    baguarun.init_process_group()
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = baguarun.DistributedDataParallel(net, optimizers=[optimizer])
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    state = State(model=model, optimizer=optimizer, scheduler=scheduler, step=0, best=9.0, seen=[])
+
+    @baguarun.elastic.run
+    def train(state: State) -> None:
+        while state.step < 4:
+            if state.step == 2 and read_worker_env().generation == 1:
+                (folder / f"holds-{os.getpid()}").touch()
+                hold_until_news()
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            loss = np.mean([2.0, 4.0]) - state.step
+            scheduler.best = min(scheduler.best, loss)
+            state.best = np.minimum(state.best, loss)
+            state.seen.append(loss)
+            state.step += 1
+            state.commit()
+
+    train(state)
+    kept = [float(state.best), float(scheduler.best), *map(float, state.seen)]
+    (folder / f"ends-{os.getpid()}").write_text(str(kept))
+
+
+def test_in_place_a_newcomer_is_sent_what_numpy_has_computed(tmp_path: Path) -> None:
+    with FakeAgent(train_with_numpys_means, tmp_path) as agent:
+        agent.start(2)
+        agent.run_until(lambda: len(list(tmp_path.glob("holds-*"))) == 2)
+        newcomer = agent.start_newcomer(2)
+        agent.run_until(lambda: newcomer.ready is not None)
+        agent.change([0, 1, 2], polite=True)
+        agent.run_to_the_end()
+        assert agent.losses == []
+    assert [path.read_text() for path in tmp_path.glob("ends-*")] == ["[0.0, 0.0, 3.0, 2.0, 1.0, 0.0]"] * 3
