@@ -129,7 +129,7 @@ class CatchingUp:
         if part.rolls_back:
             self.copies.roll_back(self._captured, is_applied=part.is_applied)
             self.applied.redo(self.applied.counts)
-            state._go_to(steps, places)
+            state._go_to(steps, places, together=False)
         weights_are_equal = True
         if self.replicas_differ:
             weights_are_equal = self._agree_out_of_step(standings)
@@ -158,7 +158,7 @@ class CatchingUp:
         if newcomers and not weights_are_equal:
             survivors = len(standings) - newcomers
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
-        state._go_to(steps, places)
+        state._go_to(steps, places, together=False)
         self._is_whole = True
         self._shared_to = self._places()
         self._unshared.clear()

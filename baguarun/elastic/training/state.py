@@ -65,8 +65,9 @@ class State:
         # Of the samplers, at the last commit.
         self._committed: list[Place] = []
         self._claimed: set[int] = set()
-        # Those of them that are known to be alike on all ranks of this World.
+        # Those of them that are known to be alike on all ranks that began together.
         self._compared: set[int] = set()
+        self._began_together = True
         self._lost_samples = 0
         self._missed_samples = 0
         self._first_world_size: int | None = None
@@ -115,8 +116,8 @@ class State:
         """The steps from here to the end of the epoch, each as this rank's micro-batches.
 
         `loader` has `batch_sampler=ElasticSampler(...)`. Call `commit` at the end of each step. When the loop
-        ends the next call is for the next epoch. Collective when it begins: raises `UsageError` on all ranks
-        if their data, settings or places differ.
+        ends the next call is for the next epoch. Collective where workers begin together: raises `UsageError`
+        on all of them if their data, settings or places differ.
         """
         self._check()
         sampler = self._sampler_of(loader)
@@ -213,13 +214,15 @@ class State:
         snapshot.put_back(self._captured)
         self._go_to(snapshot.steps, snapshot.places)
 
-    def _go_to(self, steps: int, places: list[dict[str, Any]]) -> None:
-        """Stand there in training and in the data, in the present World."""
+    def _go_to(self, steps: int, places: list[dict[str, Any]], *, together: bool = True) -> None:
+        """Stand there in training and in the data, in the present World, which all ranks begin, or (not
+        `together`) some of which have gone on from another one."""
         self._steps = steps
         self._places = places
         self._open = None
         self._claimed.clear()
         self._compared.clear()
+        self._began_together = together
         for sampler, place in zip(self._samplers, places, strict=False):
             sampler.load_state_dict(place)
         for sampler in self._samplers:
@@ -264,9 +267,10 @@ class State:
         return sampler
 
     def _require_alike(self, sampler: ElasticSampler) -> None:
-        """Once in each World, in which all ranks come by here or none: newcomers, too."""
+        """Once among ranks that begin together, who all come by here. A newcomer's sampler is compared when
+        it takes over its place, and what is wrong with it is no reason for others to end or to wait."""
         index = self._samplers.index(sampler)
-        if has_others() and index not in self._compared:
+        if has_others() and self._began_together and index not in self._compared:
             comparison.require_same_samples(f"State.steps' loader {index}", sampler, device())
             self._compared.add(index)
 

@@ -335,12 +335,10 @@ class Story:
 
     @classmethod
     def read(cls, folder: Path) -> Story:
-        return cls(
-            {
-                path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-                for path in sorted(folder.glob("*.log"))
-            }
-        )
+        """As far as whole lines go, which a process may be writing just now."""
+        logs = {path.stem: path.read_text() for path in sorted(folder.glob("*.log"))}
+        lines = {name: text[: text.rfind("\n") + 1].splitlines() for name, text in logs.items()}
+        return cls({name: [json.loads(line) for line in each] for name, each in lines.items()})
 
     def ends(self) -> list[dict[str, Any]]:
         """The last entries of those that came to the end."""
