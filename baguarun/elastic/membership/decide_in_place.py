@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from baguarun.elastic.membership.actions import Decision, Finish, GoLive, InPlace, Invite, Publish, Tell, Wait
+from baguarun.elastic.membership.actions import (
+    Decision,
+    Finish,
+    GoLive,
+    Halt,
+    InPlace,
+    Invite,
+    Publish,
+    Tell,
+    Wait,
+)
 from baguarun.elastic.membership.decide import (
     DATA_LOST,
     FREE_RETRIES,
@@ -213,6 +223,8 @@ def _meet_again(now_s: float, view: View, world: CurrentWorld, settings: Members
     if isinstance(found, Decision):
         return found
     muster = _muster(view, world)
+    if not muster.staying:
+        return Decision(Wait(), "communication broke while all nodes leave")
     if len(muster.staying) - len(found.leave_out) >= view.spec.min_nodes:
         muster.leave_out(found.leave_out)
     if not muster.working:
@@ -263,7 +275,8 @@ def _change_politely(
         names = join_names(node.record.name for node in leavers)
         if muster.survivors and len(muster.staying) >= view.spec.min_nodes:
             return _go_on(view, muster, world.restart_count, f"{names} leaves", polite=True)
-        return Decision(Wait(), f"{names} wants to leave; too few nodes would be left")
+        reason = f"{names} leaves; too few nodes are left to go on, the workers stop at their next commit"
+        return Decision(Wait() if world.halted else Halt(world.generation), reason)
     if muster.newcomers:
         until_s = view.newcomer_s + settings.newcomers_settle_s
         if now_s < until_s and any(node.record.state.arriving for node in view.nodes.values()):

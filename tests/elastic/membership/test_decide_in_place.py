@@ -10,6 +10,7 @@ from baguarun.elastic.membership.actions import (
     Dismiss,
     Finish,
     GoLive,
+    Halt,
     InPlace,
     Invite,
     Publish,
@@ -18,9 +19,10 @@ from baguarun.elastic.membership.actions import (
 )
 from baguarun.elastic.membership.decide_in_place import awaited_nodes, decide_in_place
 from baguarun.elastic.membership.job import UNLIMITED_RESTARTS
-from baguarun.elastic.membership.records import FailureReport, InPlaceState, Member, Past, Process
+from baguarun.elastic.membership.records import FailureReport, InPlaceState, Member, Past, Process, Witness
 from baguarun.elastic.membership.settings import MembershipSettings
 from baguarun.elastic.membership.streak import Streak
+from baguarun.elastic.membership.suspicion import Complaint
 from baguarun.elastic.membership.view import CurrentWorld, Node, View
 from baguarun.errors import NO_PROGRESS_EXIT_CODE
 from tests.support.fake_cluster import a_spec
@@ -30,6 +32,7 @@ SETTINGS = MembershipSettings(detect_timeout_s=5.0, join_timeout_s=60.0)
 NOW_S = 1000.0
 A0, A1, B0, B1 = Process(0, 1), Process(1, 1), Process(0, 1), Process(1, 1)
 NEW = Process(1, 0, 1)
+COMPLAINT = Complaint("a", ("b",), Witness.WORKER, "broke", 0.0, False)
 
 
 def with_state(node: Node, *workers: Process, **rest: Any) -> Node:
@@ -197,8 +200,24 @@ def test_a_leaving_node_goes_politely_if_enough_stay() -> None:
     workers, details, action = published(A, leaving)
     assert list(workers) == ["a"] and details.polite
     assert details.leaving == frozenset("b") and action.nodes[-1].node_id == "b"
-    action_of_two, reason = decided(A, leaving, nnodes=(2, 2))
-    assert isinstance(action_of_two, Wait) and "too few" in reason
+
+
+def test_where_too_few_would_be_left_all_stop_at_one_commit() -> None:
+    leaving = with_state(B, B0, B1, leaving=True)
+    both = with_state(A, A0, A1, leaving=True), leaving
+    for nodes, nnodes in (((A, leaving), (2, 2)), (both, (1, 2)), (both, (1, 3))):
+        action, reason = decided(*nodes, nnodes=nnodes)
+        assert action == Halt(1) and "too few" in reason
+        action, again = decided(*nodes, nnodes=nnodes, world=replace(FRESH, halted=True))
+        assert isinstance(action, Wait) and again == reason
+    # One has gone, and the other's workers are writing: nobody is to begin anew beside them.
+    gone = {"world": replace(FRESH, halted=True), "left": frozenset("a"), "short_s": NOW_S}
+    assert isinstance(decided(leaving, **gone)[0], Wait)
+    assert isinstance(decided(*both, complaints=(COMPLAINT,))[0], Wait)
+
+
+def test_workers_that_have_not_all_entered_do_not_stop_at_a_commit() -> None:
+    assert isinstance(decided(A, with_state(B, leaving=True), nnodes=(2, 2))[0], Wait)
 
 
 def test_scaled_down_the_youngest_are_asked_to_leave() -> None:
