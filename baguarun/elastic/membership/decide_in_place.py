@@ -211,7 +211,7 @@ def _go_on_without(
     if not muster.working:
         nodes = nodes + [n for n in newcomers_of(view, nodes) if not n.record.state.leaving]
     if len(nodes) < view.spec.min_nodes:
-        return too_few(now_s, view, len(nodes), settings)
+        return _ask_to_join(view, nodes) or too_few(now_s, view, len(nodes), settings)
     if not failed:
         return _publish(view, muster, world.restart_count, tell_missing(view, missing))
     return _charge(view, world, muster, failed)
@@ -300,15 +300,19 @@ def _is_starting(view: View, world: CurrentWorld) -> bool:
 def _invite(
     now_s: float, view: View, staying: list[Node], running: str, settings: MembershipSettings
 ) -> Decision:
+    return _ask_to_join(view, staying) or _refuse_or_wait(now_s, view, staying, running, settings)
+
+
+def _ask_to_join(view: View, staying: list[Node]) -> Decision | None:
     """Have nodes without a place start workers, as far as there is room."""
     waiting = [node for node in newcomers_of(view, holders_of(view)) if not node.record.state.leaving]
     asked = sum(node.node_id in view.invited for node in waiting)
     room = view.places - len(staying) - asked
     chosen = [node for node in waiting if node.node_id not in view.invited][: max(room, 0)]
-    if chosen:
-        names = join_names(node.record.name for node in chosen)
-        return Decision(Invite(tuple(node.node_id for node in chosen)), f"{names} may join")
-    return _refuse_or_wait(now_s, view, staying, running, settings)
+    if not chosen:
+        return None
+    names = join_names(node.record.name for node in chosen)
+    return Decision(Invite(tuple(node.node_id for node in chosen)), f"{names} may join")
 
 
 def _refuse_or_wait(

@@ -144,6 +144,14 @@ def test_too_few_nodes_wait_but_a_node_whose_worker_is_replaced_counts() -> None
     published(A, with_state(B, lost=(B0, B1)), nnodes=(2, 2))
 
 
+def test_a_node_that_comes_where_too_few_are_left_is_asked_in() -> None:
+    assert decided(A, C, nnodes=(2, 2), short_s=NOW_S)[0] == Invite(("c",))
+    asked = {"nnodes": (2, 2), "short_s": NOW_S, "invited": frozenset("c")}
+    assert isinstance(decided(A, C, **asked)[0], Wait)
+    workers, _, _ = published(A, with_state(C, NEW, waiting=(NEW,)), **asked)
+    assert workers == {"a": (A0, A1), "c": (NEW,)}
+
+
 def test_a_replacement_comes_in_politely_and_after_the_survivors_of_its_node() -> None:
     world = a_world(a_member(A, A1), a_member(B, B0, B1), generation=2, in_place=True)
     back = with_state(A, NEW, A1, waiting=(NEW,))

@@ -19,6 +19,7 @@ from tests.support.etcd_servers import EtcdServer, running, wheel_binary
 ROOT = Path(__file__).resolve().parents[3]
 BOUND_S = 60.0
 EPOCHS = 2
+ALL_SAMPLES = [(epoch, name) for epoch in range(EPOCHS) for name in range(62)]
 
 SCRIPT = """
 import json, os, resource, sys, time
@@ -84,11 +85,15 @@ class Job:
     def start(self, *names: str, step_s: float = 0.05, slots: int = 1) -> None:
         """A life of the job."""
         self._life += 1
+        self.agents = {}
+        self.join(*names, step_s=step_s, slots=slots)
+
+    def join(self, *names: str, step_s: float = 0.05, slots: int = 1) -> None:
+        """More nodes."""
         variables = {variable for option in OPTIONS for variable in option.variables}
         environ = {name: value for name, value in os.environ.items() if name not in variables}
         environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
         environ |= {"LIFE": str(self._life), "STEP_S": str(step_s)}
-        self.agents = {}
         for name in names:
             words = [*self._words, "--node-name", name, "--nproc-per-node", str(slots)]
             with open(self.folder / f"{self._life}-{name}.out", "w") as out:
@@ -179,7 +184,7 @@ def goes_on_from_the_commit(job: Job, *names: str, slots: int = 1) -> None:
     assert job.wait() == {0}, job.output()
     assert job.steps()[0] == done[-1] + 1
     assert done + job.steps() == list(range(1, job.steps()[-1] + 1))
-    assert job.samples() == [(epoch, name) for epoch in range(EPOCHS) for name in range(62)]
+    assert job.samples() == ALL_SAMPLES
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -232,6 +237,21 @@ def test_where_too_few_are_left_they_wait_at_the_commit_of_the_leave(job: Callab
     assert two.agents["b"].wait(BOUND_S) == 128 + signal.SIGTERM
     assert time.monotonic() - told_s < 10.0, two.output()
     goes_on_from_the_commit(two, "a", "b")
+
+
+def test_those_who_wait_at_a_commit_go_on_from_it_with_who_comes(job: Callable[..., Job]) -> None:
+    two = job("2")
+    two.start("a", "b")
+    two.until(lambda: len(two.steps()) >= 3)
+    two.tell(signal.SIGTERM, "a")
+    assert two.agents.pop("a").wait(BOUND_S) == 128 + signal.SIGTERM
+    left_at = two.steps()[-1]
+    two.join("c")
+    assert two.wait() == {0}, two.output()
+    assert two.kept() == [left_at]
+    assert two.steps() == list(range(1, two.steps()[-1] + 1))
+    assert two.samples() == ALL_SAMPLES
+    assert "2 nodes, 2 workers" in two.output() and "starting all anew" not in two.output()
 
 
 def test_a_second_signal_stops_at_once(job: Callable[..., Job]) -> None:
