@@ -1,8 +1,8 @@
 """A worker that is resized in place and trains nothing: `baguarun.contract` on its channel, no torch.
 
 Run as the script of a job. What happens to it is a line of JSON in `<argv[1]>/<pid>`; files in that folder
-tell all workers what to do: `finish` ends them, `fail` makes those fail that reach that step, `hold` keeps
-newcomers from being ready.
+tell all workers what to do: `finish` ends them, `idle` keeps them from training, `fail` makes those fail
+that reach that step, `hold` keeps newcomers from being ready.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class FakeWorker:
     def run(self) -> None:
         if (self.folder / "stay-out").exists():
             return
+        if (self.folder / "idle").exists():
+            self.note("idles")
+            time.sleep(600.0)
         if self.generation:
             self.progress()
         else:
