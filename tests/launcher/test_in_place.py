@@ -232,6 +232,18 @@ def test_the_workers_of_a_job_that_ends_are_told_that_it_halts(job: Callable[...
         assert (body["generation"], body["halts"]) == (2, True)
 
 
+def test_who_waits_for_a_lost_node_leaves_without_waiting_for_it(job: Callable[..., Job]) -> None:
+    two = job("2", "--shutdown-timeout", "20")
+    two.start("a", "b")
+    two.until_world(2)
+    two.agents["b"].kill()
+    two.until(lambda _: "1 of 2 nodes are here" in two.output())
+    told_s = time.monotonic()
+    two.agents["a"].send_signal(signal.SIGTERM)
+    assert two.agents["a"].wait(BOUND_S) == 128 + signal.SIGTERM, two.output()
+    assert time.monotonic() - told_s < 10.0
+
+
 def test_workers_that_never_enter_the_loop_are_stopped_at_once(job: Callable[..., Job]) -> None:
     one = job("1", "--shutdown-timeout", "20")
     (one.notes / "idle").touch()

@@ -211,6 +211,9 @@ def _go_on_without(
     if not muster.working:
         nodes = nodes + [n for n in newcomers_of(view, nodes) if not n.record.state.leaving]
     if len(nodes) < view.spec.min_nodes:
+        if muster.leaving and world.live and not world.halted:
+            # There is no commit to come to any more, and no World that would let them go.
+            return Decision(Halt(world.generation), f"{tell_missing(view, missing)}; others leave, too")
         return _ask_to_join(view, nodes) or too_few(now_s, view, len(nodes), settings)
     if not failed:
         return _publish(view, muster, world.restart_count, tell_missing(view, missing))

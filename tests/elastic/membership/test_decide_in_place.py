@@ -224,6 +224,14 @@ def test_where_too_few_would_be_left_all_stop_at_one_commit() -> None:
     assert isinstance(decided(*both, complaints=(COMPLAINT,))[0], Wait)
 
 
+def test_who_leaves_while_too_few_are_there_is_let_go() -> None:
+    leaving = with_state(A, A0, A1, leaving=True)
+    action, reason = decided(leaving, nnodes=(2, 2), short_s=NOW_S)
+    assert action == Halt(1) and reason == "b lost; others leave, too"
+    for world in (replace(FRESH, halted=True), replace(FRESH, live=False)):
+        assert isinstance(decided(leaving, nnodes=(2, 2), short_s=NOW_S, world=world)[0], Wait)
+
+
 def test_workers_that_have_not_all_entered_do_not_stop_at_a_commit() -> None:
     assert isinstance(decided(A, with_state(B, leaving=True), nnodes=(2, 2))[0], Wait)
 
