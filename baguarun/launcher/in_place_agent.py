@@ -457,13 +457,9 @@ class InPlaceAgent(NodeAgent):
 
     async def _end_workers(self, event: Finished) -> None:
         """All agents see this end after the same World: what they tell their workers is the same, too."""
-        if (
-            event.stopped
-            and not event.at_once
-            and self._place_in is not None
-            and self._can_come_to_a_commit()
-        ):
-            self._halted = Halted(self._place_in.generation + 1, event.reason)
+        place, has_time = self._place_in, event.stopped and not event.at_once
+        if has_time and place is not None and self._can_come_to_a_commit():
+            self._halted = Halted(place.generation + 1, event.reason)
             hurry = asyncio.create_task(self._hurry.wait())
             await self._leave_at_boundary(event.reason, hurry)
             hurry.cancel()
@@ -493,7 +489,9 @@ class InPlaceAgent(NodeAgent):
         self._going = True
         self._stop_refilling()
         await self._kill_newcomers()
-        self._empty.clear()
+        if self._crew.living:
+            # Who ended while the newcomers were killed has set it.
+            self._empty.clear()
         self._update()
         if self._halted is not None:
             self._tell_halt(self._halted)
