@@ -31,6 +31,7 @@ class FakeWorker:
         assert self.env.control_fd is not None, "want a control channel"
         self.channel = socket.socket(fileno=self.env.control_fd)
         self.decoder = ControlDecoder()
+        self.unread: list[ControlMessage] = []
         self.expects_newcomers = False
         self.listener = socket.create_server(("127.0.0.1", 0))
 
@@ -47,6 +48,9 @@ class FakeWorker:
         self.channel.sendall(ControlMessage(topic, body).encode())
 
     def receive(self, wait_s: float) -> list[ControlMessage]:
+        if self.unread:
+            unread, self.unread = self.unread, []
+            return unread
         if not select.select([self.channel], [], [], wait_s)[0]:
             return []
         data = self.channel.recv(65536)
@@ -85,7 +89,8 @@ class FakeWorker:
                 if message.topic is Topic.LEAVE:
                     self.note("left")
                     return
-                if message.topic in (Topic.ABORT, Topic.SWITCH):
+                # Else it came together with the World that it announced.
+                if message.topic is not Topic.WORLD and message.body["generation"] > self.generation:
                     self.wait_for_world()
             self.steps += 1
             if (self.folder / "fail").exists() and self.steps >= int((self.folder / "fail").read_text()):
@@ -103,7 +108,8 @@ class FakeWorker:
         port = self.listener.getsockname()[1]
         self.send(Topic.READY, generation=self.generation, port=port, steps=self.steps)
         while True:
-            for message in self.receive(10.0):
+            messages = self.receive(10.0)
+            for read, message in enumerate(messages, 1):
                 if message.topic is Topic.LEAVE:
                     self.note("left")
                     raise SystemExit(0)
@@ -112,6 +118,7 @@ class FakeWorker:
                     self.generation, self.rank = world.generation, world.rank_of(self.env.local_rank)
                     self.note("entered", rank=self.rank, world_size=world.world_size)
                     self.progress()
+                    self.unread = messages[read:]
                     return
 
 
