@@ -278,9 +278,9 @@ class Topic(enum.IntEnum):
     """To the worker: {"generation", "reason"}. Somebody is lost: end all communication, say READY."""
     SWITCH = 3
     """To the worker: {"generation", "reason"}. Nobody is lost: go on to the boundary that all agree on, then
-    say READY."""
+    say READY. With "halts": true no World is to follow for now: leave a checkpoint of that commit."""
     LEAVE = 4
-    """To the worker: {"generation", "reason"}. As SWITCH, but exit with 0 at the boundary."""
+    """To the worker: {"generation", "reason"}. As SWITCH, also "halts", but exit with 0 at the boundary."""
     PING = 5
     """To the worker, which answers with PONG, whatever its training does: {"lease_ms", "newcomers"}. For so
     long the node cannot be taken for lost, and the job cannot go on elsewhere without it; with "newcomers":

@@ -18,6 +18,7 @@ from baguarun.elastic.membership.events import (
     Dismissed,
     Expelled,
     Finished,
+    Halted,
     Invited,
     MembershipEvent,
     Prepare,
@@ -143,7 +144,7 @@ class NodeAgent(ABC):
                 self._status.restarts_total = world.restart_count
             case Finished():
                 self._finished = event
-                await self._stop_workers(0.0 if event.at_once else self._shutdown_timeout_s)
+                await self._end_workers(event)
             case Waiting(reason):
                 self._say(f"baguarun: waiting: {reason}")
             case StoreLost():
@@ -166,6 +167,8 @@ class NodeAgent(ABC):
                 self._dismissed.set_result(reason)
             case Invited():
                 await self._accept(event)
+            case Halted():
+                await self._halt(event)
 
     # -- what restarting and resizing in place do differently
 
@@ -187,6 +190,13 @@ class NodeAgent(ABC):
 
     async def _accept(self, event: Invited) -> None:
         raise RuntimeError("only workers that are resized in place are started before they have a place")
+
+    async def _halt(self, event: Halted) -> None:
+        raise RuntimeError("only workers that are resized in place stop at a commit that they agree on")
+
+    async def _end_workers(self, event: Finished) -> None:
+        """The job is over."""
+        await self._stop_workers(0.0 if event.at_once else self._shutdown_timeout_s)
 
     @abstractmethod
     def _lose_place(self) -> None:
@@ -215,8 +225,11 @@ class NodeAgent(ABC):
 
     async def _leave(self, session: Session, meeting: Meeting, why: str, signals: asyncio.Queue[int]) -> None:
         """Tell the others, let the workers save what they want to save, and go."""
-        hint = "a signal" if self._dismissed.done() else "once more"
-        self._say(f"baguarun: {why}: stopping the workers and leaving the job ({hint}: kill them at once)")
+        if self._status.workers_running:
+            hint = "a signal" if self._dismissed.done() else "once more"
+            self._say(
+                f"baguarun: {why}: stopping the workers and leaving the job ({hint}: kill them at once)"
+            )
         # What membership still has to say is for those who stay.
         self._leaving = True
         await session.leave(why)

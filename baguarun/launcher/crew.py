@@ -50,6 +50,8 @@ class Worker:
     """It has come to `baguarun.elastic.run`, as a newcomer."""
     entered: bool = False
     """It is in `baguarun.elastic.run`, and ready for a World or in one."""
+    finished: bool = False
+    """All its training is done; what else its script does it is not told of."""
     port: int | None = None
     """It is ready for the next World, and listens there."""
     steps: int = 0
@@ -82,10 +84,11 @@ class Worker:
         self.generation, self.rank = world.generation, world.rank_of(self.id.local_rank)
         self.channel.send(ControlMessage(Topic.WORLD, asdict(world)))
 
-    def tell(self, topic: Topic, generation: int, reason: str) -> None:
-        """ABORT, SWITCH or LEAVE."""
+    def tell(self, topic: Topic, generation: int, reason: str, *, halts: bool = False) -> None:
+        """ABORT, SWITCH or LEAVE; `halts`: with a checkpoint, as no World follows for now."""
         self.told = generation
-        self.channel.send(ControlMessage(topic, {"generation": generation, "reason": reason}))
+        body = {"generation": generation, "reason": reason}
+        self.channel.send(ControlMessage(topic, {**body, "halts": True} if halts else body))
 
 
 class Crew:

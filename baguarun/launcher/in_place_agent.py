@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baguarun.contract import ControlMessage, Topic, World
-from baguarun.elastic.membership.events import Invited, Prepare
+from baguarun.elastic.membership.events import Finished, Halted, Invited, Prepare
 from baguarun.elastic.membership.records import FailureReport, InPlaceState, Process
 from baguarun.elastic.membership.session import Session
 from baguarun.launcher.addresses import free_port
@@ -33,6 +33,8 @@ _SLEPT_PART = 1 / 4
 """Of the detection time: an agent that stood for so long longer than it wished blames no worker for it."""
 _PACES_EVERY_S = 10.0
 """Between two words to the store about how steps go."""
+_QUIET_S = 2.0
+"""A leave that takes longer is explained."""
 _LATE_S = 60.0
 """A worker that has not entered `baguarun.elastic.run` so long after its start is spoken of."""
 
@@ -78,6 +80,8 @@ class InPlaceAgent(NodeAgent):
         self._done = False
         """A worker has finished its training: nobody is replaced any more."""
         self._going = False
+        self._halted: Halted | None = None
+        """Our workers were told to stop at a commit; until there is another World."""
         self._lost: tuple[Process, ...] = ()
         self._steps = 0
         self._stepped = 0
@@ -100,6 +104,7 @@ class InPlaceAgent(NodeAgent):
 
     async def _prepare(self, session: Session, event: Prepare) -> None:
         self._place_in, self._world, self._secret = event, None, event.net_secret
+        self._halted = None
         self._may_start_newcomers = False
         self._stop_refilling()
         if event.in_place:
@@ -191,6 +196,7 @@ class InPlaceAgent(NodeAgent):
             case Topic.PROGRESS:
                 self._paces.progressed(worker.id, body)
                 self._enter(worker)
+                worker.finished |= bool(body.get("ends"))
                 if body.get("begins"):
                     # Of a newcomer: those that the others have made.
                     worker.steps = body["steps"]
@@ -289,7 +295,7 @@ class InPlaceAgent(NodeAgent):
 
     async def _see_done(self, worker: Worker) -> None:
         place = self._place_in
-        if place is None or place.leaving:
+        if place is None or place.leaving or (self._halted is not None and not worker.finished):
             self._update()
             return
         if not worker.entered:
@@ -419,7 +425,9 @@ class InPlaceAgent(NodeAgent):
             has_slept = now_s - before_s - interval_s > self._settings.detect_timeout_s * _SLEPT_PART
             if has_slept:
                 self._hangs.slept(now_s - before_s)
-            await self._hangs.look()
+            if self._halted is None:
+                # Else they may be writing for long, and have a time of their own for it.
+                await self._hangs.look()
             part = _PING_PART
             for worker in tuple(self._crew.living.values()):
                 if not worker.entered:
@@ -442,7 +450,9 @@ class InPlaceAgent(NodeAgent):
     def _news(self) -> dict[str, Any]:
         """What workers are told with every PING."""
         session = self._session
-        return {"lease_ms": int(1000 * session.lease_left_s), "newcomers": session.expects_newcomers()}
+        # A job that is over goes on nowhere, though our lease in it has ended.
+        lease_s = self._shutdown_timeout_s if self._finished is not None else session.lease_left_s
+        return {"lease_ms": int(1000 * lease_s), "newcomers": session.expects_newcomers()}
 
     def _mention_late(self, worker: Worker, now_s: float) -> None:
         if self._said_late or worker.arrived or now_s - worker.started_s < _LATE_S:
@@ -456,31 +466,76 @@ class InPlaceAgent(NodeAgent):
     # -- leaving
 
     async def _leave(self, session: Session, meeting: Meeting, why: str, signals: asyncio.Queue[int]) -> None:
-        if self._world is not None and self._world.num_nodes > 1 and self._crew.living:
-            await self._leave_at_boundary(why, signals)
+        if self._can_come_to_a_commit():
+            again = asyncio.create_task(signals.get())
+            await self._leave_at_boundary(why, again)
+            if again.done():
+                signals.put_nowait(again.result())
+            again.cancel()
         await super()._leave(session, meeting, why, signals)
 
-    async def _leave_at_boundary(self, why: str, signals: asyncio.Queue[int]) -> None:
-        """Have our workers finish their step and go, while the others go on."""
+    async def _end_workers(self, event: Finished) -> None:
+        """All agents see this end after the same World: what they tell their workers is the same, too."""
+        place, has_time = self._place_in, event.stopped and not event.at_once
+        if has_time and place is not None and self._can_come_to_a_commit():
+            self._halted = Halted(place.generation + 1, event.reason)
+            hurry = asyncio.create_task(self._hurry.wait())
+            await self._leave_at_boundary(event.reason, hurry)
+            hurry.cancel()
+        await super()._end_workers(event)
+
+    async def _halt(self, event: Halted) -> None:
+        self._halted = event
+        if not self._going:
+            self._say(f"baguarun: {event.reason}")
+        self._tell_halt(event)
+
+    def _tell_halt(self, halted: Halted) -> None:
+        topic = Topic.LEAVE if self._going else Topic.SWITCH
+        for worker in self._crew.living.values():
+            if worker.generation:
+                worker.tell(topic, halted.generation, halted.reason, halts=True)
+
+    def _can_come_to_a_commit(self) -> bool:
+        """Whether our workers train in `baguarun.elastic.run`, all of them."""
+        workers = [worker for worker in self._crew.living.values() if worker.generation]
+        return bool(workers) and all(worker.entered and not worker.finished for worker in workers)
+
+    async def _leave_at_boundary(self, why: str, interrupted: asyncio.Task[Any]) -> None:
+        """Have our workers finish their step and go, whether or not others go on. Returns when they have,
+        when `interrupted`, or when they have had the time that workers get to stop."""
         self._say(f"baguarun: {why}: leaving after the present step (a signal: stop the workers at once)")
         self._going = True
         self._stop_refilling()
         await self._kill_newcomers()
-        self._empty.clear()
+        if self._crew.living:
+            # Who ended while the newcomers were killed has set it.
+            self._empty.clear()
         self._update()
+        if self._halted is not None:
+            self._tell_halt(self._halted)
         gone = asyncio.create_task(self._empty.wait())
-        again = asyncio.create_task(signals.get())
-        answer_s = self._settings.detect_timeout_s
+        quiet_s = min(self._settings.detect_timeout_s, _QUIET_S)
+        telling = asyncio.get_running_loop().call_later(quiet_s, self._tell_what_is_waited_for)
         try:
-            await asyncio.wait((gone, again), timeout=answer_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._place_in is not None and self._place_in.leaving:
-                rest_s = max(self._shutdown_timeout_s - answer_s, 0.0)
-                await asyncio.wait((gone, again), timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
-            if again.done():
-                signals.put_nowait(again.result())
+            bound_s = self._shutdown_timeout_s
+            await asyncio.wait((gone, interrupted), timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            telling.cancel()
             gone.cancel()
-            again.cancel()
+
+    def _tell_what_is_waited_for(self) -> None:
+        if self._halted is not None or (self._place_in is not None and self._place_in.leaving):
+            ranks = sorted(worker.rank for worker in self._crew.living.values() if worker.generation)
+            what = f"rank {', '.join(map(str, ranks))} to come to a commit and end"
+        elif self._store_lost or (self._world is not None and self._world.num_nodes == 1):
+            what = "the store to answer"
+        else:
+            what = "the other nodes to let this one go"
+        self._say(
+            f"baguarun: waiting for {what}, for {self._shutdown_timeout_s:g} s in all; "
+            "after that the workers are stopped wherever they are"
+        )
 
     # -- tasks
 

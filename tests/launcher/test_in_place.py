@@ -201,6 +201,61 @@ def test_a_node_joins_and_leaves_while_the_other_goes_on(job: Callable[..., Job]
     one.finish()
 
 
+def test_a_leave_outlasts_a_store_that_is_away_for_longer_than_the_detection_time(
+    job: Callable[..., Job], store: EtcdServer
+) -> None:
+    two = job("1:2", "--shutdown-timeout", "20")
+    two.start("a", "b")
+    (gone,) = (pid for pid in two.until_world(2) if two.node_of(pid) == "b")
+    store.freeze()
+    two.agents["b"].send_signal(signal.SIGTERM)
+    time.sleep(3.5)
+    assert two.agents["b"].poll() is None
+    assert "waiting for the" in two.output()
+    store.thaw()
+    assert two.agents["b"].wait(BOUND_S) == 128 + signal.SIGTERM, two.output()
+    assert _events(two.workers()[gone])[-2:] == ["LEAVE", "left"], two.output()
+    two.until_world(1, beyond=1)
+    two.finish()
+
+
+@pytest.mark.parametrize("nnodes", ["1", "1:2"])
+def test_the_workers_of_a_job_that_ends_are_told_that_it_halts(job: Callable[..., Job], nnodes: str) -> None:
+    one = job(nnodes)
+    one.start("a", slots=2)
+    one.until_world(2)
+    one.agents["a"].send_signal(signal.SIGTERM)
+    assert one.agents["a"].wait(BOUND_S) == 128 + signal.SIGTERM, one.output()
+    for notes in one.workers().values():
+        assert _events(notes)[-2:] == ["LEAVE", "left"]
+        body = _last(notes, "LEAVE")["body"]
+        assert (body["generation"], body["halts"]) == (2, True)
+
+
+def test_who_waits_for_a_lost_node_leaves_without_waiting_for_it(job: Callable[..., Job]) -> None:
+    two = job("2", "--shutdown-timeout", "20")
+    two.start("a", "b")
+    two.until_world(2)
+    two.agents["b"].kill()
+    two.until(lambda _: "1 of 2 nodes are here" in two.output())
+    told_s = time.monotonic()
+    two.agents["a"].send_signal(signal.SIGTERM)
+    assert two.agents["a"].wait(BOUND_S) == 128 + signal.SIGTERM, two.output()
+    assert time.monotonic() - told_s < 10.0
+
+
+def test_workers_that_never_enter_the_loop_are_stopped_at_once(job: Callable[..., Job]) -> None:
+    one = job("1", "--shutdown-timeout", "20")
+    (one.notes / "idle").touch()
+    one.start("a")
+    one.until(lambda workers: any("idles" in _events(notes) for notes in workers.values()))
+    told_s = time.monotonic()
+    one.agents["a"].send_signal(signal.SIGTERM)
+    assert one.agents["a"].wait(BOUND_S) == 128 + signal.SIGTERM, one.output()
+    assert time.monotonic() - told_s < 10.0
+    assert "leaving after the present step" not in one.output()
+
+
 def test_workers_are_told_of_newcomers_that_are_on_their_way(job: Callable[..., Job]) -> None:
     two = job("1:2")
     hold = two.notes / "hold"

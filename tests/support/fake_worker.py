@@ -1,9 +1,9 @@
 """A worker that is resized in place and trains nothing: `baguarun.contract` on its channel, no torch.
 
 Run as the script of a job. What happens to it is a line of JSON in `<argv[1]>/<pid>`; files in that folder
-tell all workers what to do: `finish` ends them, `fail` makes those fail that reach that step, `hold` keeps
-newcomers from being ready, `fail-on-NODE` makes those of that local rank there fail a moment after they were
-taken in.
+tell all workers what to do: `finish` ends them, `idle` keeps them from training, `fail` makes those fail that
+reach that step, `hold` keeps newcomers from being ready, `fail-on-NODE` makes those of that local rank there
+fail a moment after they were taken in.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class FakeWorker:
     def run(self) -> None:
         if (self.folder / "stay-out").exists():
             return
+        if (self.folder / "idle").exists():
+            self.note("idles")
+            time.sleep(600.0)
         if self.generation:
             self.progress()
         else:
@@ -89,7 +92,8 @@ class FakeWorker:
                 if message.topic is Topic.LEAVE:
                     self.note("left")
                     return
-                if message.topic in (Topic.ABORT, Topic.SWITCH):
+                # Else it came together with the World that it announced.
+                if message.topic is not Topic.WORLD and message.body["generation"] > self.generation:
                     self.wait_for_world()
             self.steps += 1
             if (self.folder / "fail").exists() and self.steps >= int((self.folder / "fail").read_text()):

@@ -56,6 +56,14 @@ class GoLive:
 
 
 @dataclass(frozen=True)
+class Halt:
+    """Have all workers stop at one commit, with a checkpoint: too few nodes stay to form another World."""
+
+    generation: int
+    """Of the World that runs."""
+
+
+@dataclass(frozen=True)
 class Check:
     """Ask every member for a sign of life: was a lost node the cause of the failure?"""
 
@@ -100,7 +108,7 @@ class Finish:
     """Whose wish that was, if somebody's."""
 
 
-Action: TypeAlias = Wait | Publish | GoLive | Check | Tell | Dismiss | Invite | Reset | Finish
+Action: TypeAlias = Wait | Publish | GoLive | Halt | Check | Tell | Dismiss | Invite | Reset | Finish
 
 
 @dataclass(frozen=True)

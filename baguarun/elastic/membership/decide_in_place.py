@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
-from baguarun.elastic.membership.actions import Decision, Finish, GoLive, InPlace, Invite, Publish, Tell, Wait
+from baguarun.elastic.membership.actions import (
+    Decision,
+    Finish,
+    GoLive,
+    Halt,
+    InPlace,
+    Invite,
+    Publish,
+    Tell,
+    Wait,
+)
 from baguarun.elastic.membership.decide import (
     DATA_LOST,
     FREE_RETRIES,
@@ -201,7 +211,10 @@ def _go_on_without(
     if not muster.working:
         nodes = nodes + [n for n in newcomers_of(view, nodes) if not n.record.state.leaving]
     if len(nodes) < view.spec.min_nodes:
-        return too_few(now_s, view, len(nodes), settings)
+        if muster.leaving and world.live and not world.halted:
+            # There is no commit to come to any more, and no World that would let them go.
+            return Decision(Halt(world.generation), f"{tell_missing(view, missing)}; others leave, too")
+        return _ask_to_join(view, nodes) or too_few(now_s, view, len(nodes), settings)
     if not failed:
         return _publish(view, muster, world.restart_count, tell_missing(view, missing))
     return _charge(view, world, muster, failed)
@@ -218,6 +231,8 @@ def _meet_again(now_s: float, view: View, world: CurrentWorld, settings: Members
         reason = f"{verdict}; {_last_complaint(view, world)}"
         return Decision(Finish(False, None, NO_PROGRESS_EXIT_CODE), reason)
     muster = _muster(view, world)
+    if not muster.staying:
+        return Decision(Wait(), "communication broke while all nodes leave")
     if len(muster.staying) - len(found.leave_out) < view.spec.min_nodes:
         found = replace(found, leave_out=frozenset())
     muster.leave_out(found.leave_out)
@@ -281,7 +296,8 @@ def _change_politely(
         names = join_names(node.record.name for node in leavers)
         if muster.survivors and len(muster.staying) >= view.spec.min_nodes:
             return _go_on(view, muster, world.restart_count, f"{names} leaves", polite=True)
-        return Decision(Wait(), f"{names} wants to leave; too few nodes would be left")
+        reason = f"{names} leaves; too few nodes are left to go on, the workers stop at their next commit"
+        return Decision(Wait() if world.halted else Halt(world.generation), reason)
     if muster.newcomers:
         until_s = view.newcomer_s + settings.newcomers_settle_s
         if now_s < until_s and any(node.record.state.arriving for node in view.nodes.values()):
@@ -305,15 +321,19 @@ def _is_starting(view: View, world: CurrentWorld) -> bool:
 def _invite(
     now_s: float, view: View, staying: list[Node], running: str, settings: MembershipSettings
 ) -> Decision:
+    return _ask_to_join(view, staying) or _refuse_or_wait(now_s, view, staying, running, settings)
+
+
+def _ask_to_join(view: View, staying: list[Node]) -> Decision | None:
     """Have nodes without a place start workers, as far as there is room."""
     waiting = [node for node in newcomers_of(view, holders_of(view)) if not node.record.state.leaving]
     asked = sum(node.node_id in view.invited for node in waiting)
     room = view.places - len(staying) - asked
     chosen = [node for node in waiting if node.node_id not in view.invited][: max(room, 0)]
-    if chosen:
-        names = join_names(node.record.name for node in chosen)
-        return Decision(Invite(tuple(node.node_id for node in chosen)), f"{names} may join")
-    return _refuse_or_wait(now_s, view, staying, running, settings)
+    if not chosen:
+        return None
+    names = join_names(node.record.name for node in chosen)
+    return Decision(Invite(tuple(node.node_id for node in chosen)), f"{names} may join")
 
 
 def _refuse_or_wait(

@@ -37,6 +37,15 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Halted:
+    """In place: have the workers stop at a commit that all agree on, and leave a checkpoint there."""
+
+    generation: int
+    """Above that of the World that runs; what follows, if anything does, may have the same number."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """The job is over, on every node alike; `Session.run` returns next."""
 
@@ -93,5 +102,5 @@ class Invited:
 
 
 MembershipEvent: TypeAlias = (
-    Prepare | Start | Finished | Waiting | StoreLost | StoreBack | Expelled | Dismissed | Invited
+    Prepare | Start | Halted | Finished | Waiting | StoreLost | StoreBack | Expelled | Dismissed | Invited
 )

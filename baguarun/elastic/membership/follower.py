@@ -10,6 +10,7 @@ from baguarun.elastic.membership.events import (
     Dismissed,
     Expelled,
     Finished,
+    Halted,
     Invited,
     MembershipEvent,
     Prepare,
@@ -19,6 +20,7 @@ from baguarun.elastic.membership.events import (
 from baguarun.elastic.membership.job import JobSpec
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.records import (
+    HaltRecord,
     Live,
     Order,
     Outcome,
@@ -96,6 +98,9 @@ class Follower:
         self._rows: dict[int, Row] = {}
         self._world: tuple[WorldRecord, bytes] | None = None
         self._live: Live | None = None
+        self._halt: HaltRecord | None = None
+        self._halted = 0
+        """Generation of the last World that was halted."""
         self._waiting = ""
         self._dismissed = False
 
@@ -109,6 +114,9 @@ class Follower:
         elif key.startswith(keys.lives):
             self._live = Live.from_json(entry.value)
             self._start()
+        elif key.startswith(keys.halts):
+            self._halt = HaltRecord.from_json(entry.value)
+            self._stop_if_halted()
         elif key.startswith(keys.asks):
             self.asked = int(key.removeprefix(keys.asks))
         elif key == keys.note:
@@ -196,6 +204,15 @@ class Follower:
         if self._live.token == self.place.record.token and generation > self.started:
             self.started = generation
             self._emit(Start(self.place.world(self._spec, self._live.master_port)))
+            self._stop_if_halted()
+
+    def _stop_if_halted(self) -> None:
+        place, halt = self.place, self._halt
+        if place is None or halt is None or place.record.token != halt.token:
+            return
+        if self.started == place.generation > self._halted:
+            self._halted = place.generation
+            self._emit(Halted(place.generation + 1, halt.reason))
 
 
 def _finished(outcome: Outcome) -> Finished:

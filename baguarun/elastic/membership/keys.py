@@ -9,6 +9,7 @@
         leader           token of the leading agent (leased, created in the join transaction)
         world/<g>        totals of World g; only the newest is kept
         live/<g>         all members of g have acknowledged; carries the master port
+        halt/<g>         in place: all workers of g are to stop at one commit, and no World follows for now
         check/<g>        the leader asks all members of g for a sign of life
         note             why nothing happens, for people
         outcome          how the job ended
@@ -51,6 +52,7 @@ class JobKeys:
         self.leader = self.all + "leader"
         self.worlds = self.all + "world/"
         self.lives = self.all + "live/"
+        self.halts = self.all + "halt/"
         self.asks = self.all + "check/"
         self.note = self.all + "note"
         self.outcome = self.all + "outcome"

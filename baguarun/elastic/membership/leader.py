@@ -16,6 +16,7 @@ from baguarun.elastic.membership.actions import (
     Dismiss,
     Finish,
     GoLive,
+    Halt,
     Invite,
     Publish,
     Reset,
@@ -30,6 +31,7 @@ from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.ledger import Ledger, Pulse
 from baguarun.elastic.membership.new_world import members_of, record_of, rows_of
 from baguarun.elastic.membership.records import (
+    HaltRecord,
     Happening,
     Live,
     Order,
@@ -181,6 +183,8 @@ class Leader:
             await self._publish(action, decision.reason, ledger)
         elif isinstance(action, GoLive):
             await self._go_live(action, ledger)
+        elif isinstance(action, Halt):
+            await self._halt(action, decision.reason, ledger)
         elif isinstance(action, Check):
             await self._fenced([Put(f"{self._keys.asks}{action.generation}", b"")])
             ledger.counted(checked=0)
@@ -287,8 +291,8 @@ class Leader:
         """What the World before leaves behind; reports that come later are ignored by their generation."""
         keys = self._keys
         old = [f"{keys.worlds}{generation}", f"{keys.members}{generation}", keys.note]
-        prefixes = [keys.lives, keys.asks, keys.acks, keys.checks, keys.errors, keys.dones, keys.leaves]
-        prefixes += [keys.suspects, keys.alive]
+        prefixes = [keys.lives, keys.halts, keys.asks, keys.acks, keys.checks, keys.errors, keys.dones]
+        prefixes += [keys.leaves, keys.suspects, keys.alive]
         return [Delete(key) for key in old] + [Delete(prefix, prefix=True) for prefix in prefixes]
 
     async def _go_live(self, action: GoLive, ledger: Ledger) -> None:
@@ -301,6 +305,13 @@ class Leader:
         live = Live(token=ledger.world.token, master_port=port_from_json(ack.value))
         await self._fenced([Put(f"{keys.lives}{generation}", live.to_json())])
         ledger.went_live()
+
+    async def _halt(self, action: Halt, reason: str, ledger: Ledger) -> None:
+        assert ledger.world is not None
+        halt = HaltRecord(token=ledger.world.token, reason=reason)
+        note = self._note(ledger, action.generation, reason)
+        await self._fenced([Put(f"{self._keys.halts}{action.generation}", halt.to_json()), note])
+        ledger.halted()
 
     async def _tell(self, action: Tell, reason: str, ledger: Ledger) -> None:
         order = Order.REFUSED if action.refused else Order.STAND_BY
@@ -347,8 +358,8 @@ class Leader:
 
     async def _reset(self) -> None:
         keys = self._keys
-        prefixes = [keys.worlds, keys.lives, keys.asks, keys.rows, keys.members, keys.acks, keys.checks]
-        prefixes += [keys.errors, keys.dones, keys.leaves, keys.suspects, keys.alive]
+        prefixes = [keys.worlds, keys.lives, keys.halts, keys.asks, keys.rows, keys.members, keys.acks]
+        prefixes += [keys.checks, keys.errors, keys.dones, keys.leaves, keys.suspects, keys.alive]
         operations: list[Put | Delete] = [Delete(prefix, prefix=True) for prefix in prefixes]
         operations += [Delete(key) for key in (keys.outcome, keys.note, keys.stop, keys.desired, keys.events)]
         await self._fenced([*operations, *self._introduction()])

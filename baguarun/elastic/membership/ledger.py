@@ -147,6 +147,10 @@ class Ledger:
         assert self.world is not None
         self.world = replace(self.world, live=True)
 
+    def halted(self) -> None:
+        assert self.world is not None
+        self.world = replace(self.world, halted=True)
+
     def counted(self, *, acked: int | None = None, checked: int | None = None) -> None:
         """Take over the number of acknowledgements or signs of life."""
         assert self.world is not None
@@ -344,7 +348,8 @@ class Ledger:
             record = max(records, key=lambda record: record.generation)
             members = members_from_json(by_key[f"{keys.members}{record.generation}"].value)
             live = f"{keys.lives}{record.generation}" in by_key
-            self.world = _current(record, members, live=live, acked=0)
+            halted = f"{keys.halts}{record.generation}" in by_key
+            self.world = replace(_current(record, members, live=live, acked=0), halted=halted)
             self.net_secret = record.net_secret
         if keys.events in by_key:
             self.events = events_from_json(by_key[keys.events].value)

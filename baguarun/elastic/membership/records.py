@@ -383,6 +383,22 @@ class Live:
         return cls(**json.loads(data))
 
 
+@dataclass(frozen=True, kw_only=True)
+class HaltRecord:
+    """`all/halt/<g>`: the workers of that World stop at one commit; too few nodes stay to form another."""
+
+    token: str
+    """Of the World, as in `Live`."""
+    reason: str
+
+    def to_json(self) -> bytes:
+        return _dump(vars(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> HaltRecord:
+        return cls(**json.loads(data))
+
+
 @dataclass(frozen=True)
 class Happening:
     """One line of `events`, for people: the time is Unix time by the leader's clock."""

@@ -49,6 +49,8 @@ class CurrentWorld:
     free_retries: int
     in_place: bool = False
     polite: bool = False
+    halted: bool = False
+    """In place: its workers have been told to stop at one commit."""
     streak: Streak = field(default_factory=Streak)
     broken: tuple[BrokenLink, ...] = ()
 

@@ -80,11 +80,17 @@ class CheckpointFolder:
         self._root = Path(settings.folder)
         self._writer: threading.Thread | None = None
         self._failure: str | None = None
+        self._newest: int | None = None
+        """Steps of the newest one that was begun in this World."""
         self._writers: _Writers | None = None
         # Of Worlds before ours, or of an earlier life of the job, which counted its generations for itself.
         self._found_here = self._records()
         self.may_publish: Callable[[], bool] = lambda: True
         """Whether the job cannot be going on elsewhere. Called on the writer's thread."""
+
+    @property
+    def root(self) -> Path:
+        return self._root
 
     def is_due(self, steps: int) -> bool:
         """Whether a checkpoint belongs to the commit of that number."""
@@ -101,8 +107,19 @@ class CheckpointFolder:
             target=self._write, args=(snapshot, self._writers), name="baguarun-checkpoint", daemon=True
         )
         self._writer.start()
-        if not wait:
-            return
+        self._newest = snapshot.steps
+        if wait:
+            self._see_published()
+
+    def secure(self, steps: int, snapshot: Callable[[], Snapshot]) -> None:
+        """Return when the commit of that number has its checkpoint: one under way, or else `snapshot()`.
+        Collective; raises what went wrong."""
+        if self._newest == steps:
+            self._see_published()
+        else:
+            self.write(snapshot(), wait=True)
+
+    def _see_published(self) -> None:
         self._join()
         failures = [found for found in _gather(self._failure) if found is not None]
         self._failure = None
@@ -114,6 +131,7 @@ class CheckpointFolder:
         if self._writers is not None:
             self._writers.is_over.set()
             self._writers = None
+            self._newest = None
 
     def report(self) -> None:
         """Say once what went wrong with a write beside training, which goes on all the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -19,11 +20,12 @@ from baguarun.comm.world import enter_world
 from baguarun.contract import ControlMessage, Topic, WorkerEnv, World
 from baguarun.elastic.training import comparison, replicated, standby, streaming
 from baguarun.elastic.training.catching_up import CatchingUp
+from baguarun.elastic.training.checkpoints import CheckpointError
 from baguarun.elastic.training.default_group import device
 from baguarun.elastic.training.patience import Patience
 from baguarun.elastic.training.positions import Standing
 from baguarun.elastic.training.state import State
-from baguarun.elastic.training.switching import SwitchBoundary
+from baguarun.elastic.training.switching import News, SwitchBoundary
 from baguarun.errors import CommunicationError, UsageError
 
 R = TypeVar("R")
@@ -33,6 +35,10 @@ _ABORTS = (Topic.ABORT, Topic.SWITCH, Topic.LEAVE)
 
 class WorldEnds(Exception):
     """All ranks leave the World at this commit. Private to this package."""
+
+    def __init__(self, news: News) -> None:
+        super().__init__("all workers leave this World here")
+        self.halts = news.halts
 
 
 class InPlaceRun:
@@ -62,7 +68,7 @@ class InPlaceRun:
         self._patience = Patience(env.detect_timeout_s)
         self._declaration = comparison.declare(captured)
         self._generation = env.generation
-        self._told = env.generation
+        self._told = News(env.generation)
         self._is_told_to_leave = False
         self._is_in_world = False
         self._is_valid = False
@@ -95,8 +101,8 @@ class InPlaceRun:
                     for model in self._models:
                         model.keep_committed(False)
                     return result
-                except WorldEnds:
-                    self._part()
+                except WorldEnds as end:
+                    self._part(halts=end.halts)
                 except Exception as error:
                     if not self._is_about_the_world(error):
                         raise
@@ -143,7 +149,7 @@ class InPlaceRun:
             self._ending = error
             return
         if newest is not None:
-            self._ending = WorldEnds("all workers leave this World here")
+            self._ending = WorldEnds(newest)
             if not may_wait:
                 raise self._ending
 
@@ -162,16 +168,19 @@ class InPlaceRun:
         for model in self._exchanging:
             model.require_ended()
         self._look_for_news()
-        if self._boundary.at_end(self._told) is not None:
-            raise WorldEnds("all workers leave this World here")
+        newest = self._boundary.at_end(self._told)
+        if newest is not None:
+            raise WorldEnds(newest)
         self._tell_progress(ends=True)
 
-    def _part(self) -> None:
+    def _part(self, *, halts: bool) -> None:
         """All have come to the same commit: share what each has trained on alone, as some may go for good,
         and wait until nobody needs a message of another one any more."""
         assert self._boundary is not None
         self._ending = None
         try:
+            if halts:
+                self._keep()
             if self._catching_up.replicas_differ:
                 self._catching_up.share_weights()
             self._boundary.farewell()
@@ -182,6 +191,16 @@ class InPlaceRun:
         self._look_for_news()
         self._leave_if_told()
         self._catching_up.end_world(is_whole=is_whole)
+
+    def _keep(self) -> None:
+        """The job halts here: leave a checkpoint to go on from, each replica in it as it is."""
+        try:
+            told = self._state._keep()
+        except CheckpointError as error:
+            # All ranks are here with the same error. Going is what is asked for, with or without.
+            told = f"no checkpoint of the last commit: {error}"
+        if told and dist.get_rank() == 0:
+            print(f"baguarun: {told}", file=sys.stderr, flush=True)
 
     def _leave_if_told(self) -> None:
         if self._is_told_to_leave:
@@ -204,7 +223,7 @@ class InPlaceRun:
         # Who is silent is lost to the transport already, and what others find out the leader waits for.
         silence = is_silence(reason)
         give_up_at_s = time.monotonic() + (0.0 if silence else self._patience.news_s)
-        while self._told <= self._generation:
+        while self._told.generation <= self._generation:
             message = self._channel.next(max(0.0, give_up_at_s - time.monotonic()))
             if message is not None:
                 self._note(message)
@@ -216,12 +235,12 @@ class InPlaceRun:
     def _look_for_news(self) -> None:
         pending = self._channel.pending
         if pending is not None:
-            self._told = max(self._told, int(pending.body["generation"]))
-            self._is_told_to_leave |= pending.topic is Topic.LEAVE
+            self._note(pending)
 
     def _note(self, message: ControlMessage) -> None:
         if message.topic in _ABORTS:
-            self._told = max(self._told, int(message.body["generation"]))
+            news = News(int(message.body["generation"]), bool(message.body.get("halts")))
+            self._told = max(self._told, news)
             self._is_told_to_leave |= message.topic is Topic.LEAVE
 
     def _tell_progress(self, **more: Any) -> None:
@@ -279,7 +298,7 @@ class InPlaceRun:
 
     def _enter(self, world: World, listener: socket.socket) -> None:
         self._generation = world.generation
-        self._told = max(self._told, world.generation)
+        self._told = max(self._told, News(world.generation))
         if self._state._folder is not None:
             self._state._folder.leave_world()
         with listener, self._patience.meeting(world.generation) as bound:

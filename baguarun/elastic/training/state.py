@@ -196,6 +196,14 @@ class State:
             if self._folder.is_due(self._steps):
                 self._folder.write(self._snapshot(), wait=False)
 
+    def _keep(self) -> str:
+        """Have a checkpoint of the last commit, and wait until it is there; says so, if there is a folder.
+        Collective; raises `CheckpointError`."""
+        if self._folder is None:
+            return ""
+        self._folder.secure(self._steps, self._snapshot)
+        return f"the state at step {self._steps} is kept in {self._folder.root}"
+
     def _require_folder(self) -> CheckpointFolder:
         if self._folder is None:
             raise UsageError("State: no checkpoints; want State(..., checkpoints=Checkpoints('folder'))")

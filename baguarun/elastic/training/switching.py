@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,11 +23,20 @@ _RELAXED_COMMITS = (2, 8)
 """The least and the most between two questions there: nobody who is that far behind holds the others up."""
 
 
+class News(NamedTuple):
+    """For what a World is left; of several the largest counts."""
+
+    generation: int
+    halts: bool = False
+    """No World follows for now: what is left is a checkpoint."""
+
+
 class SwitchBoundary:
     """Every few commits the ranks tell each other the newest generation that any of them has heard of.
 
     Of two integers it is the largest that any says, on a group of its own. All see the same numbers at the
-    same commit, and leave there. The second number agrees on when to ask again.
+    same commit, and leave there. The last bit of the first says whether the job halts; the second number
+    agrees on when to ask again.
 
     Ranks that are in step ask when their gradients are there, so that the question goes about while
     optimizers step, and as seldom as the shortest of their wishes allows. Where that is in every step, as
@@ -69,18 +78,18 @@ class SwitchBoundary:
             self._question = load_extension().Question(backend_on_cpu(group))
         self._is_asked = False
 
-    def before_step(self, told: int) -> None:
-        """An optimizer steps next. `told`: the newest generation that this rank has been told of."""
+    def before_step(self, told: News) -> None:
+        """An optimizer steps next. `told`: the newest that this rank has been told."""
         is_due = self._together and not self._is_asked and self._commits + 1 == self._ask_at
         if is_due and self._question is not None:
             self._start(told)
 
-    def at_commit(self, told: int) -> int | None:
-        """The generation for which all leave at this commit, or None. `told`: as in `before_step`."""
+    def at_commit(self, told: News) -> News | None:
+        """For what all leave at this commit, or None. `told`: as in `before_step`."""
         self._commits += 1
         if self._question is None:
-            return told if told > self._generation else None
-        newest, interval = self._generation, 0
+            return self._if_new(told)
+        newest, interval = News(self._generation), 0
         if self._commits == self._ask_at and self._together and not self._is_asked:
             self._start(told)
         if self._is_asked and self._commits == self._look_at:
@@ -89,39 +98,42 @@ class SwitchBoundary:
             if self._together:
                 self._ask_at = max(self.asked_at + interval, self._commits + 1)
                 self._look_at = self._ask_at if interval == 1 else self._ask_at + 1
-        if self._commits == self._ask_at and not self._together and newest == self._generation:
+        if self._commits == self._ask_at and not self._together and self._if_new(newest) is None:
             self._start(told)
             least, most = _RELAXED_COMMITS
             self._ask_at = self._look_at = self._commits + max(least, min(interval, most))
-        return newest if newest > self._generation else None
+        return self._if_new(newest)
 
-    def at_end(self, told: int) -> int | None:
+    def at_end(self, told: News) -> News | None:
         """As `at_commit`, for ranks that have nothing left to train: waits for all of them."""
         if self._question is None:
-            return told if told > self._generation else None
+            return self._if_new(told)
         if self._is_asked:
             told = max(told, self._answer()[0])
         self._start(told)
         newest, _ = self._answer()
-        return newest if newest > self._generation else None
+        return self._if_new(newest)
 
     def farewell(self) -> None:
         """Return when all ranks have come to the commit where they leave: no message is under way then."""
         if self._question is not None:
-            self._start(0)
+            self._start(News(0))
             self._answer()
 
-    def _start(self, told: int) -> None:
+    def _if_new(self, news: News) -> News | None:
+        return news if news.generation > self._generation else None
+
+    def _start(self, told: News) -> None:
         # The largest of the negative numbers is the shortest interval.
         interval = self._wished_interval()
         self.asked_at = self._ask_at
-        self._question.ask((told, -interval))
+        self._question.ask((2 * told.generation + told.halts, -interval))
         self._is_asked = True
 
-    def _answer(self) -> tuple[int, int]:
+    def _answer(self) -> tuple[News, int]:
         self._is_asked = False
         newest, interval = self._question.answer()
-        return newest, -interval
+        return News(newest // 2, newest % 2 == 1), -interval
 
     def _wished_interval(self) -> int:
         """Commits to the next question: all that fit in the time between two, at the pace since the last."""

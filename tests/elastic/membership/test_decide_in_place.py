@@ -10,6 +10,7 @@ from baguarun.elastic.membership.actions import (
     Dismiss,
     Finish,
     GoLive,
+    Halt,
     InPlace,
     Invite,
     Publish,
@@ -39,6 +40,7 @@ SETTINGS = MembershipSettings(detect_timeout_s=5.0, join_timeout_s=60.0)
 NOW_S = 1000.0
 A0, A1, B0, B1 = Process(0, 1), Process(1, 1), Process(0, 1), Process(1, 1)
 NEW = Process(1, 0, 1)
+COMPLAINT = Complaint("a", ("b",), Witness.WORKER, "broke", 0.0, False)
 
 
 def with_state(node: Node, *workers: Process, **rest: Any) -> Node:
@@ -150,6 +152,14 @@ def test_too_few_nodes_wait_but_a_node_whose_worker_is_replaced_counts() -> None
     published(A, with_state(B, lost=(B0, B1)), nnodes=(2, 2))
 
 
+def test_a_node_that_comes_where_too_few_are_left_is_asked_in() -> None:
+    assert decided(A, C, nnodes=(2, 2), short_s=NOW_S)[0] == Invite(("c",))
+    asked = {"nnodes": (2, 2), "short_s": NOW_S, "invited": frozenset("c")}
+    assert isinstance(decided(A, C, **asked)[0], Wait)
+    workers, _, _ = published(A, with_state(C, NEW, waiting=(NEW,)), **asked)
+    assert workers == {"a": (A0, A1), "c": (NEW,)}
+
+
 def test_a_replacement_comes_in_politely_and_after_the_survivors_of_its_node() -> None:
     world = a_world(a_member(A, A1), a_member(B, B0, B1), generation=2, in_place=True)
     back = with_state(A, NEW, A1, waiting=(NEW,))
@@ -206,8 +216,32 @@ def test_a_leaving_node_goes_politely_if_enough_stay() -> None:
     workers, details, action = published(A, leaving)
     assert list(workers) == ["a"] and details.polite
     assert details.leaving == frozenset("b") and action.nodes[-1].node_id == "b"
-    action_of_two, reason = decided(A, leaving, nnodes=(2, 2))
-    assert isinstance(action_of_two, Wait) and "too few" in reason
+
+
+def test_where_too_few_would_be_left_all_stop_at_one_commit() -> None:
+    leaving = with_state(B, B0, B1, leaving=True)
+    both = with_state(A, A0, A1, leaving=True), leaving
+    for nodes, nnodes in (((A, leaving), (2, 2)), (both, (1, 2)), (both, (1, 3))):
+        action, reason = decided(*nodes, nnodes=nnodes)
+        assert action == Halt(1) and "too few" in reason
+        action, again = decided(*nodes, nnodes=nnodes, world=replace(FRESH, halted=True))
+        assert isinstance(action, Wait) and again == reason
+    # One has gone, and the other's workers are writing: nobody is to begin anew beside them.
+    gone = {"world": replace(FRESH, halted=True), "left": frozenset("a"), "short_s": NOW_S}
+    assert isinstance(decided(leaving, **gone)[0], Wait)
+    assert isinstance(decided(*both, complaints=(COMPLAINT,))[0], Wait)
+
+
+def test_who_leaves_while_too_few_are_there_is_let_go() -> None:
+    leaving = with_state(A, A0, A1, leaving=True)
+    action, reason = decided(leaving, nnodes=(2, 2), short_s=NOW_S)
+    assert action == Halt(1) and reason == "b lost; others leave, too"
+    for world in (replace(FRESH, halted=True), replace(FRESH, live=False)):
+        assert isinstance(decided(leaving, nnodes=(2, 2), short_s=NOW_S, world=world)[0], Wait)
+
+
+def test_workers_that_have_not_all_entered_do_not_stop_at_a_commit() -> None:
+    assert isinstance(decided(A, with_state(B, leaving=True), nnodes=(2, 2))[0], Wait)
 
 
 def test_scaled_down_the_youngest_are_asked_to_leave() -> None:

@@ -126,6 +126,12 @@ class FakeAgent:
             for local_rank in before:
                 self.workers[local_rank].ready = None
 
+    def halt(self, members: Iterable[int]) -> None:
+        """Have those leave, told that the whole job halts; the others of the World are to be told later."""
+        for local_rank in members:
+            body = {"generation": self.generation + 1, "reason": "test", "halts": True}
+            self.workers[local_rank].tell(Topic.LEAVE, **body)
+
     def run_until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         """Serve the workers until `condition()`; fails the test after `deadline_s`."""
         give_up_at_s = time.monotonic() + deadline_s

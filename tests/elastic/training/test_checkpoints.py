@@ -40,6 +40,21 @@ def test_the_newest_are_kept_and_the_last_one_is_gone_on_from(tmp_path):
     assert torch.equal(state.value, torch.full((3,), 6.0))
 
 
+def test_a_commit_is_kept_once_though_it_is_asked_for_twice(tmp_path, monkeypatch):
+    state = make_state(tmp_path, every_steps=2)
+    taken = []
+    snapshot = State._snapshot
+    monkeypatch.setattr(State, "_snapshot", lambda self: taken.append(self._steps) or snapshot(self))
+    for _ in range(2):
+        state.commit()
+    assert "step 2" in state._keep()
+    state.commit()
+    state._keep()
+    assert taken == [2, 3]
+    assert names(tmp_path) == ["step-000000000002", "step-000000000003"]
+    assert State(value=torch.zeros(3))._keep() == ""
+
+
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
     state = make_state(tmp_path / "not-there")
     assert not state.load()

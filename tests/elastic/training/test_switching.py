@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.elastic.training import switching
-from baguarun.elastic.training.switching import SwitchBoundary
+from baguarun.elastic.training.switching import News, SwitchBoundary
 from tests.comm.ranks import run_ranks
 
 TOLD_AT = 37
@@ -22,11 +22,11 @@ def _left_at(in_step: bool, ask_every_s: float) -> tuple[int, int, int]:
     for commit in range(1, COMMITS):
         if in_step:
             dist.all_reduce(torch.zeros(1))
-        newest = boundary.at_commit(2 if dist.get_rank() == 1 and commit >= TOLD_AT else 1)
+        newest = boundary.at_commit(News(2 if dist.get_rank() == 1 and commit >= TOLD_AT else 1))
         asked.add(boundary.asked_at)
         if newest is not None:
             boundary.farewell()
-            return commit, newest, len(asked)
+            return commit, newest.generation, len(asked)
     return COMMITS, 0, len(asked)
 
 
@@ -53,8 +53,8 @@ def _asked_at_when_steps_become_long() -> list[int]:
     for commit in range(1, 40):
         if commit == 30:
             switching._ASK_EVERY_S = 0.0
-        boundary.before_step(1)
-        boundary.at_commit(1)
+        boundary.before_step(News(1))
+        boundary.at_commit(News(1))
         asked.append(boundary.asked_at)
     return sorted(set(asked))
 
@@ -75,8 +75,8 @@ def _asked_at_with_newcomers_on_their_way(in_step: bool) -> list[int]:
     asked = []
     for commit in range(1, 60):
         commits.append(commit)
-        boundary.before_step(1)
-        boundary.at_commit(1)
+        boundary.before_step(News(1))
+        boundary.at_commit(News(1))
         asked.append(boundary.asked_at)
     return sorted(set(asked))
 
@@ -96,10 +96,11 @@ def _told_within_a_step(told_before: int, told_after: int) -> list[int | None]:
     for told in ((told_before, told_after), (told_after, told_after)):
         before, after = told if dist.get_rank() == 1 else (1, 1)
         # As with two optimizers: the question is asked once.
-        boundary.before_step(before)
-        boundary.before_step(after)
-        found.append(boundary.at_commit(after))
-        if found[-1] is not None:
+        boundary.before_step(News(before))
+        boundary.before_step(News(after))
+        newest = boundary.at_commit(News(after))
+        found.append(newest and newest.generation)
+        if newest is not None:
             boundary.farewell()
             break
     return found
@@ -112,13 +113,29 @@ def test_who_is_told_before_its_optimizer_steps_leaves_with_all_others_at_that_c
     assert run_ranks(_told_within_a_step, 3, before, after) == [found] * 3
 
 
-def _end_of_training(told: int) -> int | None:
+def _end_of_training(told: News) -> News | None:
     boundary = SwitchBoundary(1, in_step=True)
     for _ in range(5):
-        boundary.at_commit(1)
-    return boundary.at_end(told if dist.get_rank() == 0 else 1)
+        boundary.at_commit(News(1))
+    return boundary.at_end(told if dist.get_rank() == 0 else News(1))
 
 
-@pytest.mark.parametrize(("told", "newest"), [(1, None), (2, 2)])
-def test_ranks_at_the_end_go_on_if_one_was_told(told: int, newest: int | None) -> None:
+@pytest.mark.parametrize(
+    ("told", "newest"), [(News(1), None), (News(2), News(2)), (News(2, True), News(2, True))]
+)
+def test_ranks_at_the_end_go_on_if_one_was_told(told: News, newest: News | None) -> None:
     assert run_ranks(_end_of_training, 2, told) == [newest] * 2
+
+
+def _halting(told: dict[int, News]) -> list[News | None]:
+    switching._ASK_EVERY_S = 0.0
+    boundary = SwitchBoundary(1, in_step=True)
+    return [boundary.at_commit(News(1)), boundary.at_commit(told.get(dist.get_rank(), News(1)))]
+
+
+def test_all_know_that_the_job_halts_if_one_was_told() -> None:
+    halts = News(2, halts=True)
+    assert run_ranks(_halting, 3, {1: halts}) == [[None, halts]] * 3
+    # A World that is to follow was announced to some before: they do not wait for it.
+    assert run_ranks(_halting, 3, {0: News(2), 1: halts}) == [[None, halts]] * 3
+    assert run_ranks(_halting, 3, {0: News(3), 1: halts}) == [[None, News(3)]] * 3
