@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,25 @@ from baguarun.comm.groups import read_worker_env
 from baguarun.elastic.training import replicated, streaming
 from baguarun.elastic.training.applied import AppliedSteps
 from baguarun.elastic.training.committed import CommittedCopies
-from baguarun.elastic.training.dealt import Account, settle
+from baguarun.elastic.training.dealt import Account, carry_over, settle
 from baguarun.elastic.training.positions import Standing, plan
 from baguarun.elastic.training.random_state import begin_stream
 from baguarun.elastic.training.state import State
 from baguarun.elastic.training.streaming import Landing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What a rank that may be out of step with others tells them of the World that has ended."""
+
+    is_whole: bool
+    """Whether all have left it at one commit, with the average of their weights."""
+    world_size: int
+    lost: int
+    """Samples that were lost before, as far as this rank has counted them."""
+    missed: int
+    accounts: list[Account]
+    """By sampler."""
 
 
 class CatchingUp:
@@ -45,6 +60,8 @@ class CatchingUp:
         self._is_whole = True
         self._accounts: list[Account] = []
         self._old_world_size = 1
+        # Of Worlds before this one, when a loss was settled: trained on here, and maybe not shared since.
+        self._settled: list[Account] = []
         # Places of this World's data that the lost had shared: at the last exchange in which all took part.
         self._shared_to: list[tuple[int, int]] = []
         # By model: steps taken by the last commit.
@@ -78,6 +95,7 @@ class CatchingUp:
 
     def _forget_shared(self) -> None:
         self._shared_to = []
+        self._settled = []
         self._unshared.clear()
 
     def _keep(self) -> None:
@@ -155,7 +173,8 @@ class CatchingUp:
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
         state._go_to(steps, places)
         self._is_whole = True
-        self._shared_to = self._places()
+        # Where survivors keep their own weights nothing of them is shared yet, but with newcomers.
+        self._shared_to = self._places() if weights_are_equal or part.begins_anew else []
         self._unshared.clear()
 
     def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
@@ -196,37 +215,67 @@ class CatchingUp:
         True: none are, and the weights of all are the average that they made at their last commit.
         """
         state = self._state
-        mine = self._accounts if standings[dist.get_rank()].valid else None
-        with_few = any(model.algorithm.exchanges_with_few() for model in self._models)
-        everyone: list[tuple[bool, list[Account]] | None] = [None] * len(standings)
-        dist.all_gather_object(everyone, None if mine is None else (self._is_whole, mine))
-        known = [entry for entry in everyone if entry is not None]
-        if all(is_whole for is_whole, _ in known):
+        mine = None
+        if standings[dist.get_rank()].valid:
+            mine = Knowledge(
+                is_whole=self._is_whole,
+                world_size=self._old_world_size,
+                lost=state._lost_samples,
+                missed=state._missed_samples,
+                accounts=self._accounts,
+            )
+        everyone: list[Knowledge | None] = [None] * len(standings)
+        dist.all_gather_object(everyone, mine)
+        known = [each for each in everyone if each is not None]
+        if all(each.is_whole for each in known):
             return True
         valid = [rank for rank, standing in enumerate(standings) if standing.valid]
         top = max(valid, key=lambda rank: standings[rank].committed)
         if mine is not None:
             self._follow(top, [rank for rank in valid if rank != top])
-            slots = zip(*(accounts for _, accounts in known), strict=False)
-            for sampler, accounts in zip(state._samplers, slots, strict=False):
-                settlement = settle(
-                    accounts, length=sampler.length, world_size=self._old_world_size, with_few=with_few
-                )
-                sampler.go_on_from(settlement)
-                self._report(settlement.redealt, settlement.left_behind)
+            self._settle(known)
             state._places = state._all_places()
             state._committed = [sampler.place for sampler in state._samplers]
             state._steps = standings[top].committed
             self.applied.commit()
         return False
 
+    def _settle(self, known: Sequence[Knowledge]) -> None:
+        """Deal what is lost again, and count it. May be done once more, if another one is lost before this
+        World begins: then by what is settled here."""
+        with_few = any(model.algorithm.exchanges_with_few() for model in self._models)
+        redealt = left_behind = 0
+        settled = []
+        slots = zip(*(each.accounts for each in known), strict=False)
+        for sampler, own, accounts in zip(self._state._samplers, self._accounts, slots, strict=False):
+            settlement = settle(
+                accounts,
+                length=sampler.length,
+                world_size=max(each.world_size for each in known),
+                with_few=with_few,
+            )
+            sampler.go_on_from(settlement)
+            settled.append(settlement.account_of(own))
+            redealt += settlement.redealt
+            left_behind += settlement.left_behind
+        # Who has settled the loss before has counted it, and others may not have come to that.
+        self._state._lost_samples = min(each.lost for each in known) + redealt + left_behind
+        self._state._missed_samples = min(each.missed for each in known) + left_behind
+        self._accounts = self._settled = settled
+        self._old_world_size = len(known)
+        self._report(redealt, left_behind)
+
     def _take_accounts(self) -> list[Account]:
         samplers = self._state._samplers
         shared_to = self._shared_to + [(0, 0)] * len(samplers)
-        return [
+        accounts = [
             sampler.account(shared_to=place, is_whole=self._is_whole)
             for sampler, place in zip(samplers, shared_to, strict=False)
         ]
+        if self._is_whole or self._shared_to:
+            return accounts
+        carried = [carry_over(before, now) for before, now in zip(self._settled, accounts, strict=False)]
+        return carried + accounts[len(carried) :]
 
     def _follow(self, top: int, others: Sequence[int]) -> None:
         if dist.get_rank() == top:
@@ -235,8 +284,6 @@ class CatchingUp:
             replicated.adopt_without_weights(self._captured, streaming.receive(top, device()))
 
     def _report(self, redealt: int, left_behind: int) -> None:
-        self._state._lost_samples += redealt + left_behind
-        self._state._missed_samples += left_behind
         if dist.get_rank() == 0 and redealt + left_behind > 0:
             also = f"; about {left_behind} more are of an epoch that has ended" if left_behind else ""
             print(
