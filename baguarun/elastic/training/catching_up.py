@@ -19,6 +19,7 @@ from baguarun.elastic.training.committed import CommittedCopies
 from baguarun.elastic.training.dealt import Account, carry_over, settle
 from baguarun.elastic.training.positions import Standing, plan
 from baguarun.elastic.training.random_state import begin_stream
+from baguarun.elastic.training.sampler import FIRST_SAMPLES
 from baguarun.elastic.training.state import State
 from baguarun.elastic.training.streaming import Landing
 
@@ -58,6 +59,8 @@ class CatchingUp:
         )
         self.replicas_differ = any(model.algorithm.exchanges_weights for model in self._models)
         self._is_whole = True
+        # Of the step under way, if optimizers have stepped in it: the number of its sampler, and its samples.
+        self._applied_with: tuple[int, int] | None = None
         self._accounts: list[Account] = []
         self._old_world_size = 1
         # Of Worlds before this one, when a loss was settled: trained on here, and maybe not shared since.
@@ -121,6 +124,11 @@ class CatchingUp:
             # Its effect is in the weights, which stay.
             self._state._count_open_step()
             self._keep()
+        if self.applied.count == 0:
+            self._applied_with = None
+        elif self._state._open is not None:
+            sampler, deal, _ = self._state._open
+            self._applied_with = self._state._samplers.index(sampler), deal.samples
         # Now: samplers are put to where the next World begins, and maybe more than once.
         self._accounts = self._take_accounts()
         self._old_world_size = dist.get_world_size()
@@ -138,7 +146,7 @@ class CatchingUp:
         if part.receive_from is not None and not self.replicas_differ:
             # First: where it does not come, this rank stands where it stood, and may have to do the step.
             received = streaming.receive(part.receive_from, device(), landing)
-        places, steps = state._all_places(committed=True), state._steps
+        places, steps = self._places_of_step(), state._steps
         if part.rolls_back:
             self.copies.roll_back(self._captured, is_applied=part.is_applied)
             self.applied.redo(self.applied.counts)
@@ -172,10 +180,20 @@ class CatchingUp:
             survivors = len(standings) - newcomers
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
         state._go_to(steps, places)
+        samples = [place.get(FIRST_SAMPLES) for place in places]
+        self._applied_with = next(((i, each) for i, each in enumerate(samples) if each is not None), None)
         self._is_whole = True
         # Where survivors keep their own weights nothing of them is shared yet, but with newcomers.
         self._shared_to = self._places() if weights_are_equal or part.begins_anew else []
         self._unshared.clear()
+
+    def _places_of_step(self) -> list[dict[str, Any]]:
+        """Where the step under way begins, and with how many samples it is applied already, if it is."""
+        places = self._state._all_places(committed=True)
+        if self._applied_with is not None:
+            index, samples = self._applied_with
+            places[index] = {**places[index], FIRST_SAMPLES: samples}
+        return places
 
     def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
         replicated.adopt(self._captured, received["values"], buffers=begins_anew)

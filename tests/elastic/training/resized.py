@@ -124,6 +124,9 @@ def run_script(script: Script) -> None:
         loss_sum=0.0,
         checkpoints=script.checkpoints and Checkpoints(folder=script.checkpoints, every_steps=2),
     )
+    # In the step, where it may be scaled; registered behind what State does before it.
+    rates: list[float] = []
+    body.register_step_pre_hook(lambda *_call: rates.append(body.param_groups[0]["lr"]))
     loader = make_loader(script.batch_size, script.workers, policy=script.policy)
     outside = torch.arange(4.0)
     log = Log(script.folder, env.local_rank)
@@ -199,7 +202,7 @@ def run_script(script: Script) -> None:
                 log.write(what="given", step=state.committed_steps, samples=given)
                 at("backward")
                 scaler.step(state.body)
-                log.write(what="applied", step=state.committed_steps)
+                log.write(what="applied", step=state.committed_steps, rate=rates[-1] if rates else None)
                 at("between")
                 scaler.step(state.head)
                 at("stepped")

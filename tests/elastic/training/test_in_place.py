@@ -161,7 +161,7 @@ def test_survivors_keep_their_tensors_where_they_are_through_a_loss_and_a_join(t
         assert seen == [{**wanted, "moment": None}, wanted, wanted, wanted]
 
 
-@pytest.mark.parametrize("policy", ["constant", "fixed_per_worker"])
+@pytest.mark.parametrize("policy", ["constant", "fixed_per_worker", "scale_lr"])
 def test_a_job_shrinks_to_one_and_grows_again(tmp_path: Path, policy: str) -> None:
     def shrink_and_grow(agent: FakeAgent, folder: Path) -> None:
         agent.run_until(lambda: agent.workers[0].generation == 2)
@@ -179,6 +179,37 @@ def test_a_job_shrinks_to_one_and_grows_again(tmp_path: Path, policy: str) -> No
     assert one["steps"] == other["steps"]
     assert one["weights"] == other["weights"]
     assert sorted(story.applied_samples()) == all_samples(3)
+    for log in story.logs.values():
+        for entry in log:
+            if entry["what"] == "applied":
+                # As the schedule has it, and for half as many workers half of it.
+                factor = 0.5 if policy == "scale_lr" and entry["generation"] == 2 else 1.0
+                assert entry["rate"] == 0.01 * 0.5 ** (entry["step"] // 3) * factor
+    assert one["rate"] == other["rate"] == 0.01 * 0.5 ** (one["steps"] // 3)
+
+
+@pytest.mark.parametrize("policy", ["fixed_per_worker", "scale_lr"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param({0: "stepped!", 2: "stepped!"}, id="all have applied the step"),
+        pytest.param({0: "stepped!", 2: "backward"}, id="one has"),
+        pytest.param({0: "backward", 2: "stepped!"}, id="another one has"),
+    ],
+)
+def test_a_step_that_is_gone_through_once_more_has_the_samples_that_it_was_applied_with(
+    tmp_path: Path, policy: str, held: dict[int, str]
+) -> None:
+    """Though a step of the smaller World has fewer."""
+    happenings = [At(local_rank=1, point="stepped", step=3, action="hold")]
+    for rank, where in held.items():
+        action = "talk" if where.endswith("!") else "hold"
+        happenings.append(At(local_rank=rank, point=where.rstrip("!"), step=3, action=action))
+    script = Script(folder=tmp_path / "lost", happenings=happenings, policy=policy, epochs=2)
+    lost = train(script, 3, kill_when_held(1, 3))
+    left = leave_at(tmp_path / "left", step=4, policy=policy, epochs=2)
+    assert same(lost, left)
+    assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(2)
 
 
 @pytest.mark.parametrize(
