@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,30 @@ from baguarun.comm.groups import read_worker_env
 from baguarun.elastic.training import replicated, streaming
 from baguarun.elastic.training.applied import AppliedSteps
 from baguarun.elastic.training.committed import CommittedCopies
-from baguarun.elastic.training.dealt import Account, settle
+from baguarun.elastic.training.dealt import Account, carry_over, settle
 from baguarun.elastic.training.default_group import device
 from baguarun.elastic.training.positions import Part, Standing, plan, stays_in_nodes
 from baguarun.elastic.training.random_state import begin_stream
+from baguarun.elastic.training.sampler import FIRST_SAMPLES
 from baguarun.elastic.training.state import State
 from baguarun.elastic.training.streaming import Landing
 
 _WAITED_FOR_BYTES = 64 * 2**20
 """Of weights: with two estimates for each, sent within a node in a tenth of a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What a rank that may be out of step with others tells them of the World that has ended."""
+
+    is_whole: bool
+    """Whether all have left it at one commit, with the average of their weights."""
+    world_size: int
+    lost: int
+    """Samples that were lost before, as far as this rank has counted them."""
+    missed: int
+    accounts: list[Account]
+    """By sampler."""
 
 
 class CatchingUp:
@@ -47,8 +63,12 @@ class CatchingUp:
         )
         self.replicas_differ = any(model.algorithm.exchanges_weights for model in self._models)
         self._is_whole = True
+        # Of the step under way, if optimizers have stepped in it: the number of its sampler, and its samples.
+        self._applied_with: tuple[int, int] | None = None
         self._accounts: list[Account] = []
         self._old_world_size = 1
+        # Of Worlds before this one, when a loss was settled: trained on here, and maybe not shared since.
+        self._settled: list[Account] = []
         # Places of this World's data that the lost had shared: at the last exchange in which all took part.
         self._shared_to: list[tuple[int, int]] = []
         # By model: steps taken by the last commit.
@@ -82,6 +102,7 @@ class CatchingUp:
 
     def _forget_shared(self) -> None:
         self._shared_to = []
+        self._settled = []
         self._unshared.clear()
 
     def _keep(self) -> None:
@@ -107,6 +128,11 @@ class CatchingUp:
             # Its effect is in the weights, which stay.
             self._state._count_open_step()
             self._keep()
+        if self.applied.count == 0:
+            self._applied_with = None
+        elif self._state._open is not None:
+            sampler, deal, _ = self._state._open
+            self._applied_with = self._state._samplers.index(sampler), deal.samples
         # Now: samplers are put to where the next World begins, and maybe more than once.
         self._accounts = self._take_accounts()
         self._old_world_size = dist.get_world_size()
@@ -125,7 +151,7 @@ class CatchingUp:
         if part.receive_from is not None and not self.replicas_differ:
             # First: where it does not come, this rank stands where it stood, and may have to do the step.
             received = streaming.receive(part.receive_from, device(), landing)
-        places, steps = state._all_places(committed=True), state._steps
+        places, steps = self._places_of_step(), state._steps
         if part.rolls_back:
             self.copies.roll_back(self._captured, is_applied=part.is_applied)
             self.applied.redo(self.applied.counts)
@@ -158,17 +184,28 @@ class CatchingUp:
         if newcomers and not weights_are_equal:
             survivors = len(standings) - newcomers
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
-        state._go_to(steps, places, together=False)
-        self._is_whole = True
-        self._shared_to = self._places()
-        self._unshared.clear()
         if self.replicas_differ and self._is_sent_at_once(standings, parts):
             # Who trained already would take the CPUs from those who send and receive.
             dist.barrier()
+        state._go_to(steps, places, together=False)
+        samples = [place.get(FIRST_SAMPLES) for place in places]
+        self._applied_with = next(((i, each) for i, each in enumerate(samples) if each is not None), None)
+        self._is_whole = True
+        # Where survivors keep their own weights nothing of them is shared yet, but with newcomers.
+        self._shared_to = self._places() if weights_are_equal or part.begins_anew else []
+        self._unshared.clear()
 
     def _is_sent_at_once(self, standings: Sequence[Standing], parts: Sequence[Part]) -> bool:
         weights = sum(parameter.nbytes for model in self._models for parameter in model.parameters())
         return weights <= _WAITED_FOR_BYTES and stays_in_nodes(standings, parts)
+
+    def _places_of_step(self) -> list[dict[str, Any]]:
+        """Where the step under way begins, and with how many samples it is applied already, if it is."""
+        places = self._state._all_places(committed=True)
+        if self._applied_with is not None:
+            index, samples = self._applied_with
+            places[index] = {**places[index], FIRST_SAMPLES: samples}
+        return places
 
     def _adopt(self, received: dict[str, Any], *, begins_anew: bool) -> None:
         replicated.adopt(self._captured, received["values"], buffers=begins_anew)
@@ -208,37 +245,67 @@ class CatchingUp:
         True: none are, and the weights of all are the average that they made at their last commit.
         """
         state = self._state
-        mine = self._accounts if standings[dist.get_rank()].valid else None
-        with_few = any(model.algorithm.exchanges_with_few() for model in self._models)
-        everyone: list[tuple[bool, list[Account]] | None] = [None] * len(standings)
-        dist.all_gather_object(everyone, None if mine is None else (self._is_whole, mine))
-        known = [entry for entry in everyone if entry is not None]
-        if all(is_whole for is_whole, _ in known):
+        mine = None
+        if standings[dist.get_rank()].valid:
+            mine = Knowledge(
+                is_whole=self._is_whole,
+                world_size=self._old_world_size,
+                lost=state._lost_samples,
+                missed=state._missed_samples,
+                accounts=self._accounts,
+            )
+        everyone: list[Knowledge | None] = [None] * len(standings)
+        dist.all_gather_object(everyone, mine)
+        known = [each for each in everyone if each is not None]
+        if all(each.is_whole for each in known):
             return True
         valid = [rank for rank, standing in enumerate(standings) if standing.valid]
         top = max(valid, key=lambda rank: standings[rank].committed)
         if mine is not None:
             self._follow(top, [rank for rank in valid if rank != top])
-            slots = zip(*(accounts for _, accounts in known), strict=False)
-            for sampler, accounts in zip(state._samplers, slots, strict=False):
-                settlement = settle(
-                    accounts, length=sampler.length, world_size=self._old_world_size, with_few=with_few
-                )
-                sampler.go_on_from(settlement)
-                self._report(settlement.redealt, settlement.left_behind)
+            self._settle(known)
             state._places = state._all_places()
             state._committed = [sampler.place for sampler in state._samplers]
             state._steps = standings[top].committed
             self.applied.commit()
         return False
 
+    def _settle(self, known: Sequence[Knowledge]) -> None:
+        """Deal what is lost again, and count it. May be done once more, if another one is lost before this
+        World begins: then by what is settled here."""
+        with_few = any(model.algorithm.exchanges_with_few() for model in self._models)
+        redealt = left_behind = 0
+        settled = []
+        slots = zip(*(each.accounts for each in known), strict=False)
+        for sampler, own, accounts in zip(self._state._samplers, self._accounts, slots, strict=False):
+            settlement = settle(
+                accounts,
+                length=sampler.length,
+                world_size=max(each.world_size for each in known),
+                with_few=with_few,
+            )
+            sampler.go_on_from(settlement)
+            settled.append(settlement.account_of(own))
+            redealt += settlement.redealt
+            left_behind += settlement.left_behind
+        # Who has settled the loss before has counted it, and others may not have come to that.
+        self._state._lost_samples = min(each.lost for each in known) + redealt + left_behind
+        self._state._missed_samples = min(each.missed for each in known) + left_behind
+        self._accounts = self._settled = settled
+        self._old_world_size = len(known)
+        self._report(redealt, left_behind)
+
     def _take_accounts(self) -> list[Account]:
         samplers = self._state._samplers
         shared_to = self._shared_to + [(0, 0)] * len(samplers)
-        return [
+        accounts = [
             sampler.account(shared_to=place, is_whole=self._is_whole)
             for sampler, place in zip(samplers, shared_to, strict=False)
         ]
+        if self._is_whole or self._shared_to:
+            return accounts
+        carried = [carry_over(before, now) for before, now in zip(self._settled, accounts, strict=False)]
+        return carried + accounts[len(carried) :]
 
     def _follow(self, top: int, others: Sequence[int]) -> None:
         if dist.get_rank() == top:
@@ -247,8 +314,6 @@ class CatchingUp:
             replicated.adopt_without_weights(self._captured, streaming.receive(top, device()))
 
     def _report(self, redealt: int, left_behind: int) -> None:
-        self._state._lost_samples += redealt + left_behind
-        self._state._missed_samples += left_behind
         if dist.get_rank() == 0 and redealt + left_behind > 0:
             also = f"; about {left_behind} more are of an epoch that has ended" if left_behind else ""
             print(

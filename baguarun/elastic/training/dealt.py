@@ -6,7 +6,7 @@ Places count along the epoch's order, whatever was dealt when.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Spans = list[tuple[int, int]]
 """Ranges [first, end), disjoint and in order unless said otherwise."""
@@ -22,7 +22,8 @@ class Account:
     shared: Spans
     """Places that any rank has trained on and has shared, as far as this rank knows."""
     dealt: Spans
-    """Places that were dealt to any rank, in steps that this rank has done."""
+    """Places that were dealt to any rank, in steps that this rank has done, without those that are known to
+    be lost."""
     shared_to: tuple[int, int]
     """Epoch, and how many places of it in the order of dealing, up to which `shared` goes; it may be an epoch
     before this one, and `shared` is empty then."""
@@ -39,6 +40,20 @@ class Settlement:
     left_behind: int
     """About how many samples of an epoch that others have ended nobody has trained on, or had not shared when
     it was lost; they are not dealt again."""
+    shared: Spans
+    """Places that are in the weights of more than those who have trained on them."""
+    shared_to: tuple[int, int]
+    """As in `Account`."""
+
+    def account_of(self, mine: Account) -> Account:
+        """What a rank that has settled `mine` and done nothing since tells where it settles once more."""
+        return Account(
+            epoch=self.epoch,
+            own=mine.own if mine.epoch == self.epoch else [],
+            shared=self.shared,
+            dealt=self.done,
+            shared_to=self.shared_to,
+        )
 
 
 def settle(accounts: Sequence[Account], *, length: int, world_size: int, with_few: bool) -> Settlement:
@@ -63,7 +78,18 @@ def settle(accounts: Sequence[Account], *, length: int, world_size: int, with_fe
         redealt=size(dealt) - size(done),
         # A rank's part of the rest of that epoch.
         left_behind=sum((length - end) // world_size for end in ends),
+        shared=shared,
+        shared_to=knows.shared_to,
     )
+
+
+def carry_over(before: Account, now: Account) -> Account:
+    """What a rank knows when a World has ended in which all have not exchanged anything: `now` of that World
+    alone, `before` of those that it has settled since they did."""
+    if before.epoch < now.epoch:
+        return replace(now, shared=[], shared_to=before.shared_to)
+    own = merge([*before.own, *now.own])
+    return replace(now, own=own, shared=before.shared, shared_to=before.shared_to)
 
 
 def merge(spans: Iterable[tuple[int, int]]) -> Spans:

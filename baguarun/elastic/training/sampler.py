@@ -18,6 +18,10 @@ from baguarun.errors import UsageError
 Place = tuple[int, int, Spans, int]
 """Where a sampler stands: `epoch`, `cursor`, what is left of the epoch, workers at the beginning."""
 
+FIRST_SAMPLES = "first_samples"
+"""In a place to go on from, where the step that comes next is applied already: with so many samples, which
+the present World would maybe not deal."""
+
 
 class BatchPolicy(enum.Enum):
     """What becomes of the samples per step when the number of workers changes."""
@@ -77,6 +81,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._left: Spans = []
         # Where dealing in this World and epoch began.
         self._first_cursor = 0
+        # Samples of the step there, if it is gone through once more and was one of another World.
+        self._first_samples: int | None = None
         self._deals_nothing = False
 
     @property
@@ -104,7 +110,11 @@ class ElasticSampler(Sampler[list[int]]):
         return self._deals_from(self.cursor)
 
     def _deals_from(self, first: int) -> Iterator[Deal]:
-        return deals(
+        if self._first_samples is not None and first == self._first_cursor:
+            end = first + self._first_samples
+            yield Deal(first=first, end=end, world_size=self._world_size, batch_size=self._batch_size)
+            first = end
+        yield from deals(
             first,
             self._length,
             global_batch=self.global_batch,
@@ -138,7 +148,7 @@ class ElasticSampler(Sampler[list[int]]):
         """Go to the start of the next epoch."""
         self.epoch += 1
         self.cursor = self._first_cursor = 0
-        self._left = []
+        self._left, self._first_samples = [], None
 
     def enter_world(self) -> None:
         """Take over this process's present rank and world size."""
@@ -218,6 +228,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
         self._left = [(first, end) for first, end in state.get("left", [])]
         self._first_cursor = self.cursor
+        self._first_samples = state.get(FIRST_SAMPLES)
         self._first_world_size = int(state["first_world_size"])
 
     def _segments(self) -> Spans:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.elastic.training.fake_agent import FakeAgent
-from tests.elastic.training.resized import At, Script, Story, run_script
+from tests.elastic.training.resized import At, Script, Story, all_samples, run_script
 
 During = Callable[[FakeAgent, Path], None]
 
@@ -77,3 +79,18 @@ def weights_at(story: Story, step: int) -> list[Any]:
     assert all(each == found[0] for each in found)
     weights: list[Any] = found[0]
     return weights
+
+
+def samples_dealt_again(story: Story, epochs: int = 3) -> int:
+    """Of those that lost workers had trained on, which is all they were given. All other samples are in the
+    survivors' weights once."""
+    ends = story.ends()
+    assert len({end["steps"] for end in ends}) == 1
+    for end in ends:
+        assert all(torch.tensor(value).isfinite().all() for value in end["weights"])
+    trained, of_the_dead = story.trained_samples(), set(story.samples_of_the_dead())
+    assert len(trained) == len(set(trained))
+    assert set(all_samples(epochs)) - set(trained) <= of_the_dead
+    again = len(of_the_dead & set(trained))
+    assert [end["lost"] for end in ends] == [again] * len(ends)
+    return again

@@ -24,7 +24,8 @@ from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import read_worker_env
 from baguarun.contract import Topic
 from baguarun.elastic import Checkpoints, State
-from baguarun.elastic.training import streaming, switching
+from baguarun.elastic.training import replicated, streaming, switching
+from baguarun.elastic.training.catching_up import CatchingUp
 from baguarun.elastic.training.checkpoints import CheckpointFolder
 from baguarun.elastic.training.in_place import InPlaceRun, control_channel
 from tests.elastic.training.programs import SAMPLES, make_loader, make_model
@@ -40,9 +41,11 @@ class At:
     point: str
     """"begin" of a step, "micro" (after a micro-batch), "backward" (after it), "between" the optimizers,
     "stepped", "writes" (the first checkpoint of a World), "answers" (looks at a commit whether to leave),
-    "committed"; "ready" (said so), "enters", "models" (their groups come next), "stands" (tells where it
-    stands next); "sends" (the structure of a state is sent), "half" (has come), "some sent" (of the tensors
-    after it), "some come", "receives" (all has)."""
+    "committed"; "parts" (leaves at a commit as all do), "averaged" (their average is there, and none of it in
+    the weights), "farewell" (nothing else is left to do in that World), "over" (nothing at all); "ready"
+    (said so), "enters", "models" (their groups come next), "stands" (tells where it stands next); "sends"
+    (the structure of a state is sent), "half" (has come), "some sent" (of the tensors after it), "some come",
+    "receives" (all has); "newcomers" (are given the survivors' average next)."""
     step: int
     """Committed steps at that time."""
     started_in: int = 1
@@ -121,6 +124,9 @@ def run_script(script: Script) -> None:
         loss_sum=0.0,
         checkpoints=script.checkpoints and Checkpoints(folder=script.checkpoints, every_steps=2),
     )
+    # In the step, where it may be scaled; registered behind what State does before it.
+    rates: list[float] = []
+    body.register_step_pre_hook(lambda *_call: rates.append(body.param_groups[0]["lr"]))
     loader = make_loader(script.batch_size, script.workers, policy=script.policy)
     outside = torch.arange(4.0)
     log = Log(script.folder, env.local_rank)
@@ -190,7 +196,7 @@ def run_script(script: Script) -> None:
                 log.write(what="given", step=state.committed_steps, samples=given)
                 at("backward")
                 scaler.step(state.body)
-                log.write(what="applied", step=state.committed_steps)
+                log.write(what="applied", step=state.committed_steps, rate=rates[-1] if rates else None)
                 at("between")
                 scaler.step(state.head)
                 at("stepped")
@@ -243,11 +249,13 @@ def make_optimizers(
     if isinstance(algorithm, QAdam):
         settings: dict[str, Any] = {"warmup_steps": 2, "grad_scaler": scaler}
         return QAdamOptimizer(body, lr=0.01, **settings), QAdamOptimizer(head, lr=0.02, **settings)
-    return torch.optim.Adam(body, lr=0.01), torch.optim.SGD(head, lr=0.05, momentum=0.9)
+    # A wide head would run away.
+    rate = 0.05 * 8 / net[4].in_features
+    return torch.optim.Adam(body, lr=0.01), torch.optim.SGD(head, lr=rate, momentum=0.9)
 
 
 def interrupt_meeting(at: Callable[[str], None]) -> None:
-    """Call `at` in each phase of a World's making, and where ranks agree to leave it."""
+    """Call `at` in each phase of a World's making, and where ranks agree to leave it and do so."""
 
     def before(owner: Any, name: str, point: str) -> None:
         call = getattr(owner, name)
@@ -271,6 +279,11 @@ def interrupt_meeting(at: Callable[[str], None]) -> None:
     before(InPlaceRun, "_exchange_standings", "stands")
     before(switching.SwitchBoundary, "_answer", "answers")
     before(CheckpointFolder, "_find_writers", "writes")
+    before(InPlaceRun, "_part", "parts")
+    before(replicated, "_set", "averaged")
+    before(switching.SwitchBoundary, "farewell", "farewell")
+    before(CatchingUp, "end_world", "over")
+    before(replicated, "average_newcomers", "newcomers")
 
 
 def interrupt_streaming(at: Callable[[str], None]) -> None:
@@ -379,7 +392,7 @@ class Story:
         """Of processes that came to the end: samples that their weights have seen, as often as they did."""
         found = []
         for log in self.logs.values():
-            if log[-1]["what"] == "end":
+            if log and log[-1]["what"] == "end":
                 for entry, following in pairwise(log):
                     if entry["what"] == "given" and following["what"] == "applied":
                         found += [tuple(sample) for sample in entry["samples"]]
@@ -390,7 +403,7 @@ class Story:
         return [
             tuple(sample)
             for log in self.logs.values()
-            if log[-1]["what"] != "end"
+            if log and log[-1]["what"] != "end"
             for entry in log
             if entry["what"] == "given"
             for sample in entry["samples"]

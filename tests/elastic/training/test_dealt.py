@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from baguarun.elastic import ElasticSampler
-from baguarun.elastic.training.dealt import Account, complement, merge, settle, translate
+from baguarun.elastic.training.dealt import Account, carry_over, complement, merge, settle, translate
 
 
 def test_what_survivors_have_done_or_were_shared_is_not_dealt_again() -> None:
@@ -38,6 +38,38 @@ def test_the_newest_epoch_counts_and_a_rank_s_part_of_the_rest_of_older_ones_is_
     shared = Account(epoch=2, own=[(0, 2)], shared=[(0, 3)], dealt=[(0, 4)], shared_to=(2, 3))
     settlement = settle([shared, behind], length=64, world_size=4, with_few=False)
     assert (settlement.done, settlement.redealt, settlement.left_behind) == ([(0, 3)], 1, 3)
+
+
+def test_a_loss_that_is_settled_once_more_without_another_rank_counts_only_what_that_one_had_not_shared() -> (
+    None
+):
+    accounts = [
+        Account(
+            epoch=0,
+            own=[(rank, rank + 1), (rank + 4, rank + 5)],
+            shared=[(0, 2)],
+            dealt=[(0, 8)],
+            shared_to=(0, 2),
+        )
+        for rank in (0, 2, 3)
+    ]
+    first = settle(accounts, length=20, world_size=4, with_few=False)
+    assert complement(first.done, 8) == [(5, 6)] and first.redealt == 1
+    again = [first.account_of(account) for account in accounts[:2]]
+    second = settle(again, length=20, world_size=3, with_few=False)
+    assert complement(second.done, 8) == [(3, 4), (5, 6), (7, 8)] and second.redealt == 2
+
+
+def test_what_was_not_shared_before_a_loss_is_not_shared_by_the_next_world_s_beginning() -> None:
+    before = Account(epoch=1, own=[(4, 6)], shared=[(0, 3)], dealt=[(0, 8)], shared_to=(1, 3))
+    now = Account(epoch=1, own=[(9, 10)], shared=[(0, 8)], dealt=[(0, 12)], shared_to=(1, 8))
+    carried = carry_over(before, now)
+    assert (carried.own, carried.shared, carried.shared_to) == ([(4, 6), (9, 10)], [(0, 3)], (1, 3))
+    assert carried.dealt == [(0, 12)]
+    ended = Account(epoch=2, own=[(0, 1)], shared=[], dealt=[(0, 2)], shared_to=(0, 0))
+    assert carry_over(before, ended) == Account(
+        epoch=2, own=[(0, 1)], shared=[], dealt=[(0, 2)], shared_to=(1, 3)
+    )
 
 
 def test_spans_are_united_turned_round_and_translated() -> None:

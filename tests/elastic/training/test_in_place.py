@@ -161,7 +161,7 @@ def test_survivors_keep_their_tensors_where_they_are_through_a_loss_and_a_join(t
         assert seen == [{**wanted, "moment": None}, wanted, wanted, wanted]
 
 
-@pytest.mark.parametrize("policy", ["constant", "fixed_per_worker"])
+@pytest.mark.parametrize("policy", ["constant", "fixed_per_worker", "scale_lr"])
 def test_a_job_shrinks_to_one_and_grows_again(tmp_path: Path, policy: str) -> None:
     def shrink_and_grow(agent: FakeAgent, folder: Path) -> None:
         agent.run_until(lambda: agent.workers[0].generation == 2)
@@ -179,6 +179,37 @@ def test_a_job_shrinks_to_one_and_grows_again(tmp_path: Path, policy: str) -> No
     assert one["steps"] == other["steps"]
     assert one["weights"] == other["weights"]
     assert sorted(story.applied_samples()) == all_samples(3)
+    for log in story.logs.values():
+        for entry in log:
+            if entry["what"] == "applied":
+                # As the schedule has it, and for half as many workers half of it.
+                factor = 0.5 if policy == "scale_lr" and entry["generation"] == 2 else 1.0
+                assert entry["rate"] == 0.01 * 0.5 ** (entry["step"] // 3) * factor
+    assert one["rate"] == other["rate"] == 0.01 * 0.5 ** (one["steps"] // 3)
+
+
+@pytest.mark.parametrize("policy", ["fixed_per_worker", "scale_lr"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param({0: "stepped!", 2: "stepped!"}, id="all have applied the step"),
+        pytest.param({0: "stepped!", 2: "backward"}, id="one has"),
+        pytest.param({0: "backward", 2: "stepped!"}, id="another one has"),
+    ],
+)
+def test_a_step_that_is_gone_through_once_more_has_the_samples_that_it_was_applied_with(
+    tmp_path: Path, policy: str, held: dict[int, str]
+) -> None:
+    """Though a step of the smaller World has fewer."""
+    happenings = [At(local_rank=1, point="stepped", step=3, action="hold")]
+    for rank, where in held.items():
+        action = "talk" if where.endswith("!") else "hold"
+        happenings.append(At(local_rank=rank, point=where.rstrip("!"), step=3, action=action))
+    script = Script(folder=tmp_path / "lost", happenings=happenings, policy=policy, epochs=2)
+    lost = train(script, 3, kill_when_held(1, 3))
+    left = leave_at(tmp_path / "left", step=4, policy=policy, epochs=2)
+    assert same(lost, left)
+    assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(2)
 
 
 @pytest.mark.parametrize(
@@ -210,30 +241,46 @@ def test_what_a_script_does_after_a_commit_is_done_though_the_world_has_broken(t
         assert [entry["step"] for entry in log if entry["what"] == "committed"] == list(range(1, 7))
 
 
-@pytest.mark.parametrize("point", ["begin", "backward", "stepped"])
+@pytest.mark.parametrize(
+    ("point", "action", "step"),
+    [
+        pytest.param("begin", "hold", 3, id="before backward"),
+        pytest.param("backward", "hold", 3, id="after backward"),
+        pytest.param("stepped", "hold", 4, id="between step and commit, to which survivors come"),
+        pytest.param("stepped", "talk", 4, id="between step and commit, as survivors"),
+    ],
+)
 @pytest.mark.parametrize("algorithm", [None, PowerSGD(start_step=2), Sparse(warmup_steps=8)], ids=str)
 def test_a_newcomer_that_stands_by_takes_the_lost_one_s_place_in_the_step(
-    tmp_path: Path, algorithm: Algorithm | None, point: str
+    tmp_path: Path, algorithm: Algorithm | None, point: str, action: str, step: int
 ) -> None:
-    """The step that broke is done again, or gone through once more, with it."""
+    """The step that broke is done again, or gone through once more, with it, as if it had come politely."""
+
+    def replace(folder: Path, happenings: list[At], *, polite: bool) -> Story:
+        folder.mkdir()
+        script = Script(folder=folder, happenings=happenings, algorithm=algorithm)
+        with FakeAgent(run_script, script) as agent:
+            agent.at_loss = lambda _lost: None
+            agent.at_suspicion = lambda _suspicion: None
+            agent.start(3)
+            newcomer = agent.start_newcomer(3)
+            wanted = 3 if polite else 2
+            agent.run_until(lambda: newcomer.ready is not None and Story.read(folder).holding() == wanted)
+            agent.run_until(lambda: polite or agent.losses == [1])
+            agent.change([0, 2, 3], polite=polite)
+            agent.run_to_the_end()
+        return Story.read(folder)
+
     lost = At(local_rank=1, point=point, step=3)
     # Nobody comes to the commit before the newcomer is there.
-    held = [At(local_rank=rank, point=point, step=3, action="hold") for rank in (0, 2)]
-    folder = tmp_path / "job"
-    folder.mkdir()
-    with FakeAgent(run_script, Script(folder=folder, happenings=[lost, *held], algorithm=algorithm)) as agent:
-        agent.at_loss = lambda _lost: None
-        agent.at_suspicion = lambda _suspicion: None
-        agent.start(3)
-        newcomer = agent.start_newcomer(3)
-        agent.run_until(lambda: newcomer.ready is not None and agent.losses == [1])
-        agent.change([0, 2, 3], polite=False)
-        agent.run_to_the_end()
-    story = Story.read(folder)
+    held = [At(local_rank=rank, point=point, step=3, action=action) for rank in (0, 2)]
+    story = replace(tmp_path / "lost", [lost, *held], polite=False)
+    # Told before their optimizers step they leave behind that step.
+    told = [At(local_rank=rank, point="begin", step=step - 1, action="hold") for rank in range(3)]
+    reference = replace(tmp_path / "left", told, polite=True)
+    assert same(story, reference)
     assert [end["steps"] for end in story.ends()] == [6, 6, 6]
-    assert len({str(end["weights"]) for end in story.ends()}) == 1
-    if point != "stepped":
-        assert sorted(story.applied_samples()) == all_samples(1)
+    assert sorted(story.applied_samples()) == sorted(reference.applied_samples()) == all_samples(1)
 
 
 @pytest.mark.parametrize("is_alone", [False, True], ids=["shared memory", "TCP"])

@@ -5,6 +5,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from baguarun.elastic import ElasticSampler
+from baguarun.elastic.training.sampler import FIRST_SAMPLES
 from baguarun.errors import UsageError
 
 DATA = list(range(100))
@@ -91,3 +92,15 @@ def test_settings_of_numpy_are_kept_as_pythons():
 def test_settings_out_of_range_are_refused_with_the_range(settings, words):
     with pytest.raises(UsageError, match=words):
         ElasticSampler(DATA, **settings)
+
+
+def test_a_step_that_is_applied_already_is_dealt_as_large_as_it_was() -> None:
+    """And the next ones are those of the present World, also where that is gone on from."""
+    sampler = ElasticSampler(range(10), 2, shuffle=False, policy="fixed_per_worker")
+    sampler.load_state_dict({**sampler.state_dict(), "cursor": 1, FIRST_SAMPLES: 5})
+    assert [(deal.first, deal.end) for deal in sampler.deals()] == [(1, 6), (6, 8), (8, 10)]
+    assert list(sampler) == [[1, 2], [3, 4], [5], [6, 7], [8, 9]]
+    sampler.cursor = 6
+    assert [(deal.first, deal.end) for deal in sampler.deals()] == [(6, 8), (8, 10)]
+    sampler.load_state_dict({**sampler.state_dict(), "cursor": 1})
+    assert [(deal.first, deal.end) for deal in sampler.deals()][:2] == [(1, 3), (3, 5)]
