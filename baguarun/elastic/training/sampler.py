@@ -161,7 +161,7 @@ class ElasticSampler(Sampler[list[int]]):
         if is_whole:
             shared_to = self.epoch, self.cursor
         elif shared_to[0] == self.epoch or self._first_cursor > 0:
-            # Where dealing began in this World all ranks were alike.
+            # Before that all ranks were alike, or what was not is carried over (`dealt.carry_over`).
             place = shared_to[1] if shared_to[0] == self.epoch else 0
             shared_to = self.epoch, max(place, self._first_cursor)
         own = []
