@@ -33,6 +33,8 @@ _SLEPT_PART = 1 / 4
 """Of the detection time: an agent that stood for so long longer than it wished blames no worker for it."""
 _PACES_EVERY_S = 10.0
 """Between two words to the store about how steps go."""
+_COMMIT_PART = 2 / 3
+"""Of the time to stop: for coming to a commit and writing a checkpoint there. The rest is for SIGTERM."""
 _QUIET_S = 2.0
 """A leave that takes longer is explained."""
 _LATE_S = 60.0
@@ -80,6 +82,8 @@ class InPlaceAgent(NodeAgent):
         self._done = False
         """A worker has finished its training: nobody is replaced any more."""
         self._going = False
+        self._waited_s = 0.0
+        """Of the time to stop, what has gone by."""
         self._halted: Halted | None = None
         """Our workers were told to stop at a commit; until there is another World."""
         self._lost: tuple[Process, ...] = ()
@@ -504,8 +508,10 @@ class InPlaceAgent(NodeAgent):
     async def _leave_at_boundary(self, why: str, interrupted: asyncio.Task[Any]) -> None:
         """Have our workers finish their step and go, whether or not others go on. Returns when they have,
         when `interrupted`, or when they have had the time that workers get to stop."""
-        self._say(f"baguarun: {why}: leaving after the present step (a signal: stop the workers at once)")
+        if not self._going:
+            self._say(f"baguarun: {why}: leaving after the present step (a signal: stop the workers at once)")
         self._going = True
+        began_s = asyncio.get_running_loop().time()
         self._stop_refilling()
         await self._kill_newcomers()
         if self._crew.living:
@@ -518,22 +524,31 @@ class InPlaceAgent(NodeAgent):
         quiet_s = min(self._settings.detect_timeout_s, _QUIET_S)
         telling = asyncio.get_running_loop().call_later(quiet_s, self._tell_what_is_waited_for)
         try:
-            bound_s = self._shutdown_timeout_s
+            bound_s = _COMMIT_PART * self._shutdown_timeout_s
             await asyncio.wait((gone, interrupted), timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._waited_s = asyncio.get_running_loop().time() - began_s
             telling.cancel()
             gone.cancel()
 
+    async def _stop_workers(self, grace_s: float) -> None:
+        await super()._stop_workers(max(grace_s - self._waited_s, 0.0))
+        # Whoever waits for them to go.
+        self._empty.set()
+
     def _tell_what_is_waited_for(self) -> None:
-        if self._halted is not None or (self._place_in is not None and self._place_in.leaving):
+        place = self._place_in
+        if self._halted is not None or (place is not None and place.leaving):
             ranks = sorted(worker.rank for worker in self._crew.living.values() if worker.generation)
             what = f"rank {', '.join(map(str, ranks))} to come to a commit and end"
-        elif self._store_lost or (self._world is not None and self._world.num_nodes == 1):
+        elif self._store_lost:
             what = "the store to answer"
-        else:
+        elif self._world is not None and self._world.num_nodes > 1:
             what = "the other nodes to let this one go"
+        else:
+            what = "the job to let its workers go"
         self._say(
-            f"baguarun: waiting for {what}, for {self._shutdown_timeout_s:g} s in all; "
+            f"baguarun: waiting for {what}, for {_COMMIT_PART * self._shutdown_timeout_s:.3g} s in all; "
             "after that the workers are stopped wherever they are"
         )
 

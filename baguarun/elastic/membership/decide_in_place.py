@@ -213,7 +213,8 @@ def _go_on_without(
     if len(nodes) < view.spec.min_nodes:
         if muster.leaving and world.live and not world.halted:
             # There is no commit to come to any more, and no World that would let them go.
-            return Decision(Halt(world.generation), f"{tell_missing(view, missing)}; others leave, too")
+            what = tell_missing(view, missing) if missing else "a worker failed"
+            return Decision(Halt(world.generation), f"{what}; others leave, too")
         return _ask_to_join(view, nodes) or too_few(now_s, view, len(nodes), settings)
     if not failed:
         return _publish(view, muster, world.restart_count, tell_missing(view, missing))
@@ -231,8 +232,10 @@ def _meet_again(now_s: float, view: View, world: CurrentWorld, settings: Members
         reason = f"{verdict}; {_last_complaint(view, world)}"
         return Decision(Finish(False, None, NO_PROGRESS_EXIT_CODE), reason)
     muster = _muster(view, world)
-    if not muster.staying:
-        return Decision(Wait(), "communication broke while all nodes leave")
+    if len(muster.staying) < view.spec.min_nodes:
+        reason = "communication broke while nodes leave, and too few are left to go on"
+        can_halt = world.live and not world.halted
+        return Decision(Halt(world.generation) if can_halt else Wait(), reason)
     if len(muster.staying) - len(found.leave_out) < view.spec.min_nodes:
         found = replace(found, leave_out=frozenset())
     muster.leave_out(found.leave_out)

@@ -88,6 +88,7 @@ class CatchingUp:
 
     def commit(self) -> None:
         """A step ends here."""
+        self._applied_with = None
         self._keep()
         if self.replicas_differ:
             counts = [model.shared_steps() for model in self._models]

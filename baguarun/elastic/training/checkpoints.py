@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import read_worker_env
 from baguarun.elastic.training.snapshot import Snapshot
 from baguarun.errors import BaguarunError, UsageError
@@ -80,9 +81,9 @@ class CheckpointFolder:
         self._root = Path(settings.folder)
         self._writer: threading.Thread | None = None
         self._failure: str | None = None
-        self._newest: int | None = None
-        """Steps of the newest one that was begun in this World."""
         self._writers: _Writers | None = None
+        self._begun = 0
+        """Number of the last one in this World, equal on all ranks."""
         # Of Worlds before ours, or of an earlier life of the job, which counted its generations for itself.
         self._found_here = self._records()
         self.may_publish: Callable[[], bool] = lambda: True
@@ -103,23 +104,19 @@ class CheckpointFolder:
         self.report()
         if self._writers is None:
             self._writers = self._find_writers()
+            self._begun = 0
+        # Two of one commit must not meet: others may begin the second one while rank 0 publishes the first.
+        self._begun += 1
+        name = f"writing-{snapshot.steps:012}-{self._writers.life}-{self._begun:06}"
         self._writer = threading.Thread(
-            target=self._write, args=(snapshot, self._writers), name="baguarun-checkpoint", daemon=True
+            target=self._write,
+            args=(snapshot, self._writers, self._root / name),
+            name="baguarun-checkpoint",
+            daemon=True,
         )
         self._writer.start()
-        self._newest = snapshot.steps
-        if wait:
-            self._see_published()
-
-    def secure(self, steps: int, snapshot: Callable[[], Snapshot]) -> None:
-        """Return when the commit of that number has its checkpoint: one under way, or else `snapshot()`.
-        Collective; raises what went wrong."""
-        if self._newest == steps:
-            self._see_published()
-        else:
-            self.write(snapshot(), wait=True)
-
-    def _see_published(self) -> None:
+        if not wait:
+            return
         self._join()
         failures = [found for found in _gather(self._failure) if found is not None]
         self._failure = None
@@ -131,7 +128,6 @@ class CheckpointFolder:
         if self._writers is not None:
             self._writers.is_over.set()
             self._writers = None
-            self._newest = None
 
     def report(self) -> None:
         """Say once what went wrong with a write beside training, which goes on all the same."""
@@ -202,12 +198,11 @@ class CheckpointFolder:
         file = path / f"rank-{rank:05}.pt"
         return _load(file) if facts["world_size"] == _world_size() and file.exists() else None
 
-    def _write(self, snapshot: Snapshot, writers: _Writers) -> None:
+    def _write(self, snapshot: Snapshot, writers: _Writers, writing: Path) -> None:
         """On the writer's thread."""
         rank = writers.rank
         if rank not in writers.sharing:
             return
-        writing = self._root / f"writing-{snapshot.steps:012}-{writers.life}"
         try:
             writing.mkdir(parents=True, exist_ok=True)
             if rank == 0:
@@ -229,7 +224,7 @@ class CheckpointFolder:
         while missing := [file.name for file in awaited if not file.exists()]:
             if failed := [file.stem for file in writing.glob("*.failed")]:
                 raise CheckpointError(f"{', '.join(sorted(failed))} could not write")
-            if writers.is_over.is_set():
+            if writers.is_over.is_set() or load_extension().interruption() is not None:
                 raise CheckpointError(f"the World changed before {', '.join(missing)} came")
             if time.monotonic() > give_up_at_s:
                 raise CheckpointError(f"{', '.join(missing)} did not come in {_OTHERS_PATIENCE_S:g} s")
@@ -250,9 +245,13 @@ class CheckpointFolder:
         (writing / "checkpoint.json").write_text(json.dumps(facts) + "\n")
         target = self._root / f"{_PREFIX}{steps:012}"
         if target.exists():
-            # Of an earlier life that had come as far: this one is whole, too.
-            shutil.rmtree(target)
-        os.rename(writing, target)
+            # Of an earlier life that had come as far, or of the same commit before the script was done behind
+            # it: this one is whole, too.
+            os.rename(target, replaced := writing.with_name(f"{writing.name}-replaced"))
+            os.rename(writing, target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(writing, target)
         _sync_folder(self._root)
         # Later steps that training has gone back behind, as nobody could read them, count for nothing.
         until_now = [path for path in self._published() if path.name <= target.name]

@@ -188,6 +188,9 @@ class InPlaceRun:
         except dist.DistError:
             # Somebody is lost just now, which the next World takes into account.
             is_whole = not self._catching_up.replicas_differ
+            if self._state._folder is not None:
+                # Who is lost has not written its part, and nobody is to wait for that.
+                self._state._folder.leave_world()
         self._look_for_news()
         self._leave_if_told()
         self._catching_up.end_world(is_whole=is_whole)
@@ -262,8 +265,9 @@ class InPlaceRun:
             self._catching_up.copies.commit(self._captured)
         self._is_in_world = True
         self._has_told_first_step = False
-        self._channel.note(self._generation, self._state._steps)
+        # First: these are not steps of its own.
         self._tell_progress(begins=True)
+        self._channel.note(self._generation, self._state._steps)
 
     def _begin_first_world(self) -> None:
         """The World that this process was started for."""

@@ -201,7 +201,8 @@ class State:
         Collective; raises `CheckpointError`."""
         if self._folder is None:
             return ""
-        self._folder.secure(self._steps, self._snapshot)
+        # Also where one of this commit is under way: the script has gone on behind it.
+        self._folder.write(self._snapshot(), wait=True)
         return f"the state at step {self._steps} is kept in {self._folder.root}"
 
     def _require_folder(self) -> CheckpointFolder:

@@ -37,6 +37,8 @@ def accepted(name: str, value: Any) -> Any:
     """
     if is_stateful(value):
         return value
+    if isinstance(value, torch.device):
+        raise UsageError(f"State: '{name}' is a device, which is each worker's own; want it outside of State")
     kept = readable(f"'{name}'", value)
     return kept if _is_numpy_scalar(value) else value
 

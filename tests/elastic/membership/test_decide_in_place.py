@@ -229,7 +229,17 @@ def test_where_too_few_would_be_left_all_stop_at_one_commit() -> None:
     # One has gone, and the other's workers are writing: nobody is to begin anew beside them.
     gone = {"world": replace(FRESH, halted=True), "left": frozenset("a"), "short_s": NOW_S}
     assert isinstance(decided(leaving, **gone)[0], Wait)
-    assert isinstance(decided(*both, complaints=(COMPLAINT,))[0], Wait)
+
+
+def test_where_communication_breaks_and_too_few_stay_nobody_goes_on() -> None:
+    leaving = with_state(B, B0, B1, leaving=True)
+    both = with_state(A, A0, A1, leaving=True), leaving
+    for nodes, nnodes in (((A, leaving), (2, 2)), (both, (1, 2))):
+        broken = {"nnodes": nnodes, "complaints": (COMPLAINT,)}
+        action, reason = decided(*nodes, **broken)
+        assert action == Halt(1) and reason.startswith("communication broke")
+        halted = replace(FRESH, halted=True)
+        assert isinstance(decided(*nodes, **broken, world=halted)[0], Wait)
 
 
 def test_who_leaves_while_too_few_are_there_is_let_go() -> None:

@@ -40,18 +40,17 @@ def test_the_newest_are_kept_and_the_last_one_is_gone_on_from(tmp_path):
     assert torch.equal(state.value, torch.full((3,), 6.0))
 
 
-def test_a_commit_is_kept_once_though_it_is_asked_for_twice(tmp_path, monkeypatch):
-    state = make_state(tmp_path, every_steps=2)
-    taken = []
-    snapshot = State._snapshot
-    monkeypatch.setattr(State, "_snapshot", lambda self: taken.append(self._steps) or snapshot(self))
+@pytest.mark.parametrize("every_steps", [1000, 2])
+def test_what_a_script_has_done_behind_a_commit_is_kept_where_training_is_left(tmp_path, every_steps):
+    """Also where the commit has a checkpoint of its own, which was begun before."""
+    state = make_state(tmp_path, every_steps=every_steps)
     for _ in range(2):
         state.commit()
+    state.value = torch.ones(3)
     assert "step 2" in state._keep()
-    state.commit()
-    state._keep()
-    assert taken == [2, 3]
-    assert names(tmp_path) == ["step-000000000002", "step-000000000003"]
+    assert names(tmp_path) == ["step-000000000002"]
+    resumed = make_state(tmp_path)
+    assert resumed.load() and torch.equal(resumed.value, torch.ones(3))
     assert State(value=torch.zeros(3))._keep() == ""
 
 

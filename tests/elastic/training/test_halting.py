@@ -63,7 +63,7 @@ def test_two_lives_end_with_the_bits_of_one(
     assert same(second, whole)
 
 
-def test_a_halt_at_a_commit_with_a_checkpoint_of_its_own_waits_for_that_one(tmp_path: Path) -> None:
+def test_a_halt_at_a_commit_with_a_checkpoint_of_its_own_replaces_that_one(tmp_path: Path) -> None:
     checkpoints = tmp_path / "kept"
     settings = {"checkpoints": checkpoints, "algorithm": AsyncModelAverage(warmup_steps=2)}
     first = Script(folder=tmp_path / "first", happenings=held(4, 0, 1), **settings)

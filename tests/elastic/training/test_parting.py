@@ -74,41 +74,6 @@ def test_a_loss_at_the_commit_where_all_part_ends_with_the_bits_of_a_polite_leav
     assert sorted(story.applied_samples()) == sorted(left.applied_samples()) == all_samples(1)
 
 
-def last_weights(log: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """At the last commit of the first World."""
-    (found,) = [
-        entry["weights"]
-        for entry in log
-        if entry["what"] == "committed" and entry["generation"] == 1 and entry["step"] == LAST
-    ]
-    return [torch.tensor(value) for value in found]
-
-
-def entered_weights(log: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """Where training went on after the first World."""
-    found = next(entry for entry in log if entry["what"] == "enters" and entry["generation"] > 1)
-    return [torch.tensor(value) for value in found["weights"]]
-
-
-def alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(one, other) for one, other in zip(some, others, strict=True))
-
-
-def assert_all_samples_are_accounted_for(story: Story, survivors: int) -> int:
-    """Number of samples that are lost and were dealt again."""
-    log_ends = story.ends()
-    assert len(log_ends) == survivors
-    assert len({end["steps"] for end in log_ends}) == 1
-    for end in log_ends:
-        assert all(torch.tensor(value).isfinite().all() for value in end["weights"])
-    trained, of_the_dead = story.trained_samples(), set(story.samples_of_the_dead())
-    assert len(trained) == len(set(trained))
-    assert set(all_samples(3)) - set(trained) <= of_the_dead
-    (lost_samples,) = {end["lost"] for end in log_ends}
-    assert len(of_the_dead & set(trained)) == lost_samples
-    return int(lost_samples)
-
-
 @pytest.mark.parametrize(
     ("point", "members"),
     [
