@@ -102,7 +102,8 @@ def test_a_scaler_that_is_off_is_left_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_buffers_of_scripted_modules_go_back_too() -> None:
-    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), nn.BatchNorm1d(3))
+    # In between, something with a bias: a mean that is 0 already would stay so.
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), nn.Linear(3, 3), nn.BatchNorm1d(3))
     captured: dict[str, Any] = {"model": model}
     copies = CommittedCopies(captured)
     copies.commit(captured)
