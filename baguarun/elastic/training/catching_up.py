@@ -18,14 +18,11 @@ from baguarun.elastic.training.applied import AppliedSteps
 from baguarun.elastic.training.committed import CommittedCopies
 from baguarun.elastic.training.dealt import Account, carry_over, settle
 from baguarun.elastic.training.default_group import device
-from baguarun.elastic.training.positions import Part, Standing, plan, stays_in_nodes
+from baguarun.elastic.training.positions import Standing, plan
 from baguarun.elastic.training.random_state import begin_stream
 from baguarun.elastic.training.sampler import FIRST_SAMPLES
 from baguarun.elastic.training.state import State
 from baguarun.elastic.training.streaming import Landing
-
-_WAITED_FOR_BYTES = 64 * 2**20
-"""Of weights: with two estimates for each, sent within a node in a tenth of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +139,7 @@ class CatchingUp:
         """Collective over the new default group."""
         self._generation = generation
         landing, self.landing = self.landing, Landing()
-        parts = plan(standings, replicas_differ=self.replicas_differ)
-        part = parts[dist.get_rank()]
+        part = plan(standings, replicas_differ=self.replicas_differ)[dist.get_rank()]
         if part.loads_checkpoint:
             self._begin_together(landing)
             return
@@ -185,9 +181,6 @@ class CatchingUp:
         if newcomers and not weights_are_equal:
             survivors = len(standings) - newcomers
             replicated.average_newcomers(self._captured, newcomer=part.begins_anew, survivors=survivors)
-        if self.replicas_differ and self._is_sent_at_once(standings, parts):
-            # Who trained already would take the CPUs from those who send and receive.
-            dist.barrier()
         state._go_to(steps, places, together=False)
         samples = [place.get(FIRST_SAMPLES) for place in places]
         self._applied_with = next(((i, each) for i, each in enumerate(samples) if each is not None), None)
@@ -195,10 +188,6 @@ class CatchingUp:
         # Where survivors keep their own weights nothing of them is shared yet, but with newcomers.
         self._shared_to = self._places() if weights_are_equal or part.begins_anew else []
         self._unshared.clear()
-
-    def _is_sent_at_once(self, standings: Sequence[Standing], parts: Sequence[Part]) -> bool:
-        weights = sum(parameter.nbytes for model in self._models for parameter in model.parameters())
-        return weights <= _WAITED_FOR_BYTES and stays_in_nodes(standings, parts)
 
     def _places_of_step(self) -> list[dict[str, Any]]:
         """Where the step under way begins, and with how many samples it is applied already, if it is."""

@@ -72,12 +72,6 @@ def plan(standings: Sequence[Standing], *, replicas_differ: bool = False) -> lis
     return parts
 
 
-def stays_in_nodes(standings: Sequence[Standing], parts: Sequence[Part]) -> bool:
-    """Whether something is sent, and nothing of it over the network."""
-    ways = [(rank, part.receive_from) for rank, part in enumerate(parts) if part.receive_from is not None]
-    return bool(ways) and all(standings[rank].node == standings[source].node for rank, source in ways)
-
-
 def _choose_sources(
     standings: Sequence[Standing], sources: Sequence[int], receivers: Sequence[int]
 ) -> dict[int, int]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from baguarun.elastic.training.positions import Part, Standing, plan, stays_in_nodes
+from baguarun.elastic.training.positions import Part, Standing, plan
 
 NEWCOMER = Standing(valid=False)
 
@@ -89,13 +89,3 @@ def test_who_receives_is_sent_to_once_by_a_whole_copy_at_the_highest_position(
             assert part.is_applied == (target[1] == 2)
             assert (rank in sources) == (standing.valid and standing.position == target)
             assert part.rolls_back == (standing.valid and standing.committed == target[0])
-
-
-@pytest.mark.parametrize(
-    ("newcomers", "stays"),
-    [([], False), ([0], True), ([1, 1], True), ([0, 2], False)],
-    ids=["nobody is sent anything", "near", "both near", "one far away"],
-)
-def test_what_is_sent_inside_nodes_only_is_told_from_what_is_not(newcomers: list[int], stays: bool) -> None:
-    standings = [on_node(0), on_node(1), *(on_node(node, valid=False) for node in newcomers)]
-    assert stays_in_nodes(standings, plan(standings, replicas_differ=True)) is stays

@@ -68,9 +68,6 @@ def lose_two(
     folder.mkdir()
     with FakeAgent(run_script, script) as agent:
         agent.at_loss = lambda _lost: None
-        if script.is_alone:
-            # The newcomer, too: inside a node all begin together.
-            agent.node_of = {rank: node for node, rank in enumerate([*range(world_size), 9])}
         agent.start(world_size)
         members = survivors
         if is_replaced:
