@@ -88,3 +88,15 @@ def test_preemptible_goes_on_on_another_number_of_workers(tmp_path: Path) -> Non
     assert "epoch  1/4" not in ended
     assert "epoch  4/4   step 116" in ended
     assert float(re.findall(r"accuracy ([0-9.]+)%", ended)[0]) > 90
+
+
+@pytest.mark.slow
+def test_preemptible_trains_in_place_as_it_does_with_restarts(tmp_path: Path) -> None:
+    """The same script, to which nothing happens."""
+    seen = [
+        run([*BAGUARUN, *mode], "preemptible", "--epochs", "3", "--checkpoints", str(tmp_path / name))
+        for name, mode in (("restart", []), ("in place", ["--elastic", "in-place"]))
+    ]
+    assert "has not called baguarun.elastic.run" not in seen[1]
+    assert losses(seen[0]) == losses(seen[1]) and len(losses(seen[0])) == 3
+    assert re.findall(r"accuracy .*", seen[0]) == re.findall(r"accuracy .*", seen[1])
