@@ -19,6 +19,7 @@ from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, EngineMemory, Operation, OperationKind
 from baguarun.comm.algorithms.stages import StagedEngine
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
+from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
@@ -145,7 +146,9 @@ class DataParallelSession:
         exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
         arena_bytes = self._arena_bytes(exchanged, operations)
         self._group = engine_group(parent, self.device, arena_bytes=arena_bytes)
-        weights = algorithm.exchanges_weights
+        # Averages over all ranks go by rail of themselves on baguanet: no groups for them.
+        on_rails = dist.get_backend(self._group) != BAGUANET or algorithm.exchanges_with_few()
+        weights = algorithm.exchanges_weights and on_rails
         self._rails = join_rails(algorithm.hierarchy(), self._group, self.device, collectives=weights)
         if settings.init_sync:
             broadcast_tensors(

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, Decentralized, DiLoCo, LocalSGD
 from baguarun.comm.ddp import DistributedDataParallel
@@ -154,3 +155,29 @@ def test_a_killed_peer_is_an_error_on_every_survivor(backend: str) -> None:
 def test_what_is_neither_a_bool_nor_auto_is_refused_with_the_choice(kind: type) -> None:
     with pytest.raises(UsageError, match="hierarchical=None; want True, False or 'auto'"):
         kind(hierarchical=None)
+
+
+def groups_made(algorithm: Algorithm) -> int:
+    live_on_nodes((2, 2))
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = len(distributed_c10d._world.pg_names)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return len(distributed_c10d._world.pg_names) - before
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "backend", "groups"),
+    [
+        (AsyncModelAverage(), "baguanet", 1),
+        (LocalSGD(), "baguanet", 1),
+        (AsyncModelAverage(), "gloo", 3),
+        (Decentralized(peer_selection_mode="shift_one"), "baguanet", 3),
+    ],
+)
+def test_groups_of_nodes_and_rails_are_made_for_whom_baguanet_does_not_serve(
+    algorithm: Algorithm, backend: str, groups: int
+) -> None:
+    assert run_ranks(groups_made, 4, algorithm, backend=backend) == [groups] * 4
