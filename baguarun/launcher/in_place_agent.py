@@ -17,28 +17,19 @@ from baguarun.launcher.crew import Crew, Worker
 from baguarun.launcher.hang_watch import HangSettings, HangWatch
 from baguarun.launcher.meeting import Meeting
 from baguarun.launcher.metrics import AgentStatus
+from baguarun.launcher.newcomers import Newcomers
 from baguarun.launcher.paces import Paces
-from baguarun.launcher.respawns import Respawns
+from baguarun.launcher.pings import Pings
 from baguarun.launcher.workers import says_port_in_use
 
 _NO_SURVIVOR_S = 1.0
 """Where no local worker can say that the World makes progress: after this a lost one is replaced."""
-_PING_PART = 1 / 3
-"""Of the detection time, between two questions to workers that have answered the last one."""
-_LONGEST_PING_S = 1.0
-"""Between two questions, however long the detection time is: answers tell whether a worker hangs, too."""
-_SILENT_PING_PART = 1 / 16
-"""While one has not: so much later at most is its silence noticed."""
-_SLEPT_PART = 1 / 4
-"""Of the detection time: an agent that stood for so long longer than it wished blames no worker for it."""
 _PACES_EVERY_S = 10.0
 """Between two words to the store about how steps go."""
 _COMMIT_PART = 2 / 3
 """Of the time to stop: for coming to a commit and writing a checkpoint there. The rest is for SIGTERM."""
 _QUIET_S = 2.0
 """A leave that takes longer is explained."""
-_LATE_S = 60.0
-"""A worker that has not entered `baguarun.elastic.run` so long after its start is spoken of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +64,22 @@ class InPlaceAgent(NodeAgent):
         self._acknowledged = 0
         self._secret = ""
         self._may_start_newcomers = False
-        self._refilling: asyncio.TimerHandle | None = None
-        self._filling = asyncio.Lock()
-        self._round = 0
-        """Counts what makes newcomers that are still to be started pointless."""
-        self._newcomers = 0
-        self._respawns = Respawns()
+        self._newcomers = Newcomers(
+            crew,
+            settings.slots + settings.spares,
+            may_start=lambda: not (self._done or self._going or self._leaving),
+            place=lambda: (self._place_in.generation if self._place_in else 0, self._secret),
+            spawn=self._spawn,
+        )
+        self._pings = Pings(
+            crew,
+            self._hangs,
+            say,
+            detect_timeout_s=settings.detect_timeout_s,
+            news=self._news,
+            # Who halts may be writing for long, and has a time of its own for it.
+            may_hang=lambda: self._halted is None,
+        )
         self._done = False
         """A worker has finished its training: nobody is replaced any more."""
         self._going = False
@@ -96,13 +97,12 @@ class InPlaceAgent(NodeAgent):
         self._changed = asyncio.Event()
         self._empty = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._said_late = False
         crew.on_message = self._hear
         crew.on_end = self._see_end
 
     def _own_work(self, session: Session) -> tuple[Coroutine[Any, Any, None], ...]:
         self._session = session
-        return self._tell_state(session), self._ping(), self._tell_paces(session)
+        return self._tell_state(session), self._pings.run(), self._tell_paces(session)
 
     # -- what membership says
 
@@ -110,7 +110,7 @@ class InPlaceAgent(NodeAgent):
         self._place_in, self._world, self._secret = event, None, event.net_secret
         self._halted = None
         self._may_start_newcomers = False
-        self._stop_refilling()
+        self._newcomers.stop()
         if event.in_place:
             await self._tell_workers(event)
         else:
@@ -153,22 +153,22 @@ class InPlaceAgent(NodeAgent):
         self._may_start_newcomers = True
         self._update()
         if not place.workers:
-            self._refill_later(_NO_SURVIVOR_S)
+            self._newcomers.fill_later(_NO_SURVIVOR_S)
 
     async def _accept(self, event: Invited) -> None:
         self._secret = event.net_secret
         self._may_start_newcomers = True
-        self._refill_later(0.0)
+        self._newcomers.fill_later()
 
     def _lose_place(self) -> None:
         self._place_in = self._world = None
         self._may_start_newcomers = False
-        self._stop_refilling()
+        self._newcomers.stop()
         self._lost, self._failures = (), {}
         self._update()
 
     def _forget_workers(self) -> None:
-        self._stop_refilling()
+        self._newcomers.stop()
 
     def _acknowledge_if_ready(self) -> None:
         place = self._place_in
@@ -228,7 +228,7 @@ class InPlaceAgent(NodeAgent):
         self._stepped = generation
         if self._may_start_newcomers:
             self._may_start_newcomers = False
-            self._refill_later(0.0)
+            self._newcomers.fill_later()
             # One node tells for all that this World gets on.
             if world.node_rank == 0:
                 self._update(tell_steps=True)
@@ -252,20 +252,20 @@ class InPlaceAgent(NodeAgent):
             self._update()
             self._report_done_if_all_ended()
             if self._world is not None and not self._may_start_newcomers:
-                self._refill_later(0.0)
+                self._newcomers.fill_later()
 
     async def _take_leave_of(self, worker: Worker) -> None:
         """A worker has ended by itself, or was killed by others."""
         if worker.exit.exit_code == 0:
             await self._see_done(worker)
             return
-        must_wait = self._count_failure(worker)
+        must_wait = self._newcomers.failed(worker)
         generation = self._place_in.generation if self._place_in else worker.generation
         failure = await self._crew.failure_of(worker, generation)
         self._say(f"baguarun: {failure.summary()}")
         if must_wait:
             why = failure.message.splitlines()[0] if failure.message else failure.how
-            self._say(f"baguarun: {self._respawns.describe(worker.id.local_rank, why)}")
+            self._say(f"baguarun: {self._newcomers.describe(worker.id.local_rank, why)}")
         place, world = self._place_in, self._world
         is_member = place is not None and worker.id in place.workers
         if is_member or worker.generation:
@@ -284,18 +284,7 @@ class InPlaceAgent(NodeAgent):
         if is_member:
             return
         if place is None or (world is not None and not self._may_start_newcomers):
-            self._refill_later(0.0)
-
-    def _count_failure(self, worker: Worker) -> bool:
-        """Whether the next process in its place has to wait longer than the one before had to."""
-        now_s = asyncio.get_running_loop().time()
-        return self._respawns.failed(
-            worker.id.local_rank,
-            now_s,
-            is_newcomer=not worker.id.generation,
-            steps=worker.own_steps,
-            trained_s=now_s - worker.joined_s if worker.joined_s is not None else 0.0,
-        )
+            self._newcomers.fill_later()
 
     async def _see_done(self, worker: Worker) -> None:
         place = self._place_in
@@ -308,8 +297,8 @@ class InPlaceAgent(NodeAgent):
                 "a script that never does is not resized in place"
             )
         self._done = True
-        self._stop_refilling()
-        await self._kill_newcomers()
+        self._newcomers.stop()
+        await self._newcomers.kill()
         self._update()
         self._report_done_if_all_ended()
 
@@ -320,13 +309,6 @@ class InPlaceAgent(NodeAgent):
         if not any(process in self._crew.living or process in self._lost for process in place.workers):
             self._status.workers_running = 0
             self._spawn(self._session.report_done(place.generation))
-
-    async def _kill_newcomers(self) -> None:
-        """Those that have been in no World: nobody waits for them any more."""
-        for worker in tuple(self._crew.living.values()):
-            if not worker.generation:
-                worker.unwanted = True
-                await self._crew.kill(worker)
 
     # -- what the others are told
 
@@ -383,89 +365,12 @@ class InPlaceAgent(NodeAgent):
                         "step, more than 1.5 times as long as most"
                     )
 
-    # -- newcomers
-
-    def _refill_later(self, pause_s: float) -> None:
-        """Start a newcomer for every local rank without a worker, unless things change before; where the last
-        ones failed, when their pause is over."""
-        self._stop_refilling()
-        loop = asyncio.get_running_loop()
-        self._refilling = loop.call_later(pause_s, lambda: self._spawn(self._refill(self._round)))
-
-    def _stop_refilling(self) -> None:
-        self._round += 1
-        if self._refilling is not None:
-            self._refilling.cancel()
-
-    async def _refill(self, this_round: int) -> None:
-        pauses_s: list[float] = []
-        async with self._filling:
-            for local_rank in range(self._settings.slots + self._settings.spares):
-                taken = {process.local_rank for process in self._crew.living}
-                if self._round != this_round or self._done or self._going or self._leaving:
-                    return
-                if local_rank in taken:
-                    continue
-                if pause_s := self._respawns.wait_s(local_rank, asyncio.get_running_loop().time()):
-                    pauses_s.append(pause_s)
-                    continue
-                self._newcomers += 1
-                generation = self._place_in.generation if self._place_in else 0
-                process = Process(local_rank, 0, self._newcomers)
-                await self._crew.start_newcomer(process, generation, self._secret)
-        if pauses_s and self._round == this_round:
-            self._refill_later(min(pauses_s))
-
-    # -- workers that do not answer
-
-    async def _ping(self) -> None:
-        loop = asyncio.get_running_loop()
-        part = _PING_PART
-        while True:
-            before_s = loop.time()
-            interval_s = min(self._settings.detect_timeout_s * part, _LONGEST_PING_S)
-            await asyncio.sleep(interval_s)
-            now_s = loop.time()
-            has_slept = now_s - before_s - interval_s > self._settings.detect_timeout_s * _SLEPT_PART
-            if has_slept:
-                self._hangs.slept(now_s - before_s)
-            if self._halted is None:
-                # Else they may be writing for long, and have a time of their own for it.
-                await self._hangs.look()
-            part = _PING_PART
-            for worker in tuple(self._crew.living.values()):
-                if not worker.entered:
-                    self._mention_late(worker, now_s)
-                    continue
-                if has_slept:
-                    # It was us who slept.
-                    worker.heard_s = now_s
-                if worker.signs.is_lost(now_s - worker.heard_s):
-                    self._say(
-                        f"baguarun: rank {worker.rank} (pid {worker.process.pid}) has not answered for "
-                        f"{now_s - worker.heard_s:.1f} s; killing it"
-                    )
-                    await self._crew.kill(worker)
-                if worker.heard_s < worker.asked_s:
-                    part = _SILENT_PING_PART
-                worker.asked_s = now_s
-                worker.channel.send(ControlMessage(Topic.PING, self._news()))
-
     def _news(self) -> dict[str, Any]:
         """What workers are told with every PING."""
         session = self._session
         # A job that is over goes on nowhere, though our lease in it has ended.
         lease_s = self._shutdown_timeout_s if self._finished is not None else session.lease_left_s
         return {"lease_ms": int(1000 * lease_s), "newcomers": session.expects_newcomers()}
-
-    def _mention_late(self, worker: Worker, now_s: float) -> None:
-        if self._said_late or worker.arrived or now_s - worker.started_s < _LATE_S:
-            return
-        self._said_late = True
-        self._say(
-            f"baguarun: rank {worker.rank} has not called baguarun.elastic.run for {_LATE_S:g} s; "
-            "until all workers have, nobody can join, and who fails takes the others with it"
-        )
 
     # -- leaving
 
@@ -512,8 +417,8 @@ class InPlaceAgent(NodeAgent):
             self._say(f"baguarun: {why}: leaving after the present step (a signal: stop the workers at once)")
         self._going = True
         began_s = asyncio.get_running_loop().time()
-        self._stop_refilling()
-        await self._kill_newcomers()
+        self._newcomers.stop()
+        await self._newcomers.kill()
         if self._crew.living:
             # Who ended while the newcomers were killed has set it.
             self._empty.clear()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from baguarun.launcher.options import OPTIONS
+from tests.support.command_line import BAGUARUN, environment
 from tests.support.etcd_servers import EtcdServer, free_port, running, wheel_binary
 
-ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 60.0
 WORKER = """\
 import signal, sys, time
@@ -32,13 +29,6 @@ time.sleep(1000)
 """
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Ours, without what would set an option, and with a temporary folder of the test's own."""
-    variables = {variable for option in OPTIONS for variable in option.variables}
-    environ = {name: value for name, value in os.environ.items() if name not in variables}
-    return environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-
-
 class Site:
     """Agents of jobs, and the commands that look at them, all on this machine."""
 
@@ -51,7 +41,7 @@ class Site:
 
     def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         """One agent with two workers, called `name`."""
-        command = [sys.executable, "-m", "baguarun", "run", "--node-name", name, "--nproc-per-node", "2"]
+        command = [*BAGUARUN, "run", "--node-name", name, "--nproc-per-node", "2"]
         with (self.folder / f"{name}.log").open("wb") as log:
             agent = subprocess.Popen(
                 [*command, "--detect-timeout", "2", *options, "train.py"],
@@ -72,7 +62,7 @@ class Site:
     def ask(self, *words: str, store: bool = True) -> subprocess.CompletedProcess[str]:
         where = ["--store", self.store] if store else []
         return subprocess.run(
-            [sys.executable, "-m", "baguarun", *words, *where],
+            [*BAGUARUN, *words, *where],
             cwd=self.folder,
             env=self.environ,
             capture_output=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 
 from baguarun.launcher.addresses import free_port
-from baguarun.launcher.options import OPTIONS
+from tests.support.command_line import BAGUARUN, environment
 
-ROOT = Path(__file__).parents[2]
 REPORT = """\
 import json, os, pathlib, sys
 place = {name: os.environ.get(name) for name in os.environ["REPORT_NAMES"].split(",")}
@@ -37,13 +35,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    variables = {variable for option in OPTIONS for variable in option.variables}
-    environ = {name: value for name, value in os.environ.items() if name not in variables}
-    environ |= {"PYTHONPATH": str(ROOT), "REPORT_DIR": str(folder), "REPORT_NAMES": ",".join(NAMES)}
     return subprocess.Popen(
-        [sys.executable, "-m", "baguarun", "run", *words],
+        [*BAGUARUN, "run", *words],
         cwd=folder,
-        env=environ,
+        env=environment(REPORT_DIR=str(folder), REPORT_NAMES=",".join(NAMES)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +16,8 @@ import pytest
 from baguarun.contract import World
 from baguarun.launcher.addresses import free_port
 from baguarun.launcher.agent import describe
-from baguarun.launcher.options import OPTIONS
+from tests.support.command_line import BAGUARUN, environment
 
-ROOT = Path(__file__).parents[2]
 BOUND_S = 120.0
 
 
@@ -30,13 +27,10 @@ class Agent:
     def __init__(self, folder: Path, *words: str) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        variables = {variable for option in OPTIONS for variable in option.variables}
-        environ = {name: value for name, value in os.environ.items() if name not in variables}
-        environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "baguarun", "run", "--node-name", "here", *words],
+            [*BAGUARUN, "run", "--node-name", "here", *words],
             cwd=folder,
-            env=environ,
+            env=environment(self.temporary, PYTHONUNBUFFERED="1"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from baguarun.launcher.options import OPTIONS
-
-ROOT = Path(__file__).parents[2]
-BOUND_S = 120.0
+from tests.support.command_line import run_job
 
 SCRIPT = """
 import os, sys, time
@@ -53,23 +47,9 @@ print("trained to the end", "as a newcomer" if is_newcomer else "from the beginn
 
 
 def test_who_hangs_is_shown_with_its_stacks_removed_and_replaced(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    variables = {variable for option in OPTIONS for variable in option.variables}
-    environ = {name: value for name, value in os.environ.items() if name not in variables}
-    environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    words = ["--elastic", "in-place", "--nproc-per-node", "2", "--node-name", "here"]
-    words += ["--hang-timeout", "4", "--on-hang", "remove", "--shutdown-timeout", "5", str(script)]
-    job = subprocess.run(
-        [sys.executable, "-m", "baguarun", "run", *words],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BOUND_S,
-    )
-    said = job.stdout
-    assert job.returncode == 0, said
+    words = ["--elastic", "in-place", "--hang-timeout", "4", "--on-hang", "remove", "--shutdown-timeout", "5"]
+    code, said = run_job(tmp_path, SCRIPT, *words)
+    assert code == 0, said
     hangs = re.findall(r"baguarun: rank (\d) on node here .*waits for no other worker; it is removed", said)
     assert hangs == ["1"], said
     assert "stuck_for_ever" in said, said

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +20,11 @@ from baguarun.elastic.membership.etcd import EtcdStore
 from baguarun.elastic.membership.keys import JobKeys
 from baguarun.elastic.membership.records import NodeRecord
 from baguarun.errors import NO_PROGRESS_EXIT_CODE
-from baguarun.launcher.options import OPTIONS
 from tests.support import fake_worker
+from tests.support.command_line import BAGUARUN, environment, start_agent
 from tests.support.etcd_servers import EtcdServer, running, wheel_binary
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
 BOUND_S = 60.0
 
 
@@ -42,25 +40,16 @@ class Job:
         self.agents: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, *names: str, slots: int = 1) -> None:
-        variables = {variable for option in OPTIONS for variable in option.variables}
-        environ = {name: value for name, value in os.environ.items() if name not in variables}
-        environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._folder), "PYTHONUNBUFFERED": "1"}
         for name in names:
             words = [*self._words, "--node-name", name, "--nproc-per-node", str(slots)]
-            with open(self._folder / f"{name}.out", "w") as out:
-                self.agents[name] = subprocess.Popen(
-                    [sys.executable, "-m", "baguarun", "run", *words, fake_worker.__file__, str(self.notes)],
-                    env={**environ, "NODE": name},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+            environ = environment(self._folder, PYTHONUNBUFFERED="1", NODE=name)
+            out = self._folder / f"{name}.out"
+            script = (fake_worker.__file__, str(self.notes))
+            self.agents[name] = start_agent(out, environ, *words, *script)
 
     def scale(self, num_nodes: int) -> None:
         words = ["scale", "j", str(num_nodes), "--store", self._words[self._words.index("--store") + 1]]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-m", "baguarun", *words], env=environ, check=True, timeout=BOUND_S)
+        subprocess.run([*BAGUARUN, *words], env=environment(), check=True, timeout=BOUND_S)
 
     def node_of(self, pid: int) -> str:
         """Name of the node whose agent started that worker."""

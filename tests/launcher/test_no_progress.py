@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from baguarun.elastic.membership.streak import ENOUGH_BREAKS
 from baguarun.errors import NO_PROGRESS_EXIT_CODE
-from baguarun.launcher.options import OPTIONS
-
-ROOT = Path(__file__).parents[2]
-BOUND_S = 120.0
+from tests.support.command_line import run_job
 
 SCRIPT = """
 import sys
@@ -56,22 +50,9 @@ train(state)
 def test_a_script_whose_calls_differ_at_the_same_step_each_time_ends_the_job_and_is_told_of(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    variables = {variable for option in OPTIONS for variable in option.variables}
-    environ = {name: value for name, value in os.environ.items() if name not in variables}
-    environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    words = ["--elastic", "in-place", "--nproc-per-node", "2", "--node-name", "here", "--detect-timeout", "1"]
-    job = subprocess.run(
-        [sys.executable, "-m", "baguarun", "run", *words, "--join-timeout", "1", str(script), "7"],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BOUND_S,
-    )
-    said = job.stdout
-    assert job.returncode == NO_PROGRESS_EXIT_CODE, said
+    words = ["--elastic", "in-place", "--detect-timeout", "1", "--join-timeout", "1"]
+    code, said = run_job(tmp_path, SCRIPT, *words, arguments=("7",))
+    assert code == NO_PROGRESS_EXIT_CODE, said
     last = said.splitlines()[-1]
     assert re.search(rf"failed: no progress: communication broke {ENOUGH_BREAKS} times in \d+ s", last), said
     assert "on node here: " in last and "broadcast" in last, said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
-from baguarun.launcher.options import OPTIONS
 from baguarun.launcher.settings import RunSettings
 from baguarun.launcher.timeline import TimelineMerge, check, merge
+from tests.support.command_line import BAGUARUN, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
@@ -151,12 +149,10 @@ torch.distributed.destroy_process_group()
 
 def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    variables = {variable for option in OPTIONS for variable in option.variables}
-    environ = {name: value for name, value in os.environ.items() if name not in variables}
     return subprocess.run(
-        [sys.executable, "-m", "baguarun", "run", *words, "train.py"],
+        [*BAGUARUN, "run", *words, "train.py"],
         cwd=folder,
-        env={**environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=150,

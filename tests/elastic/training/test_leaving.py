@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from baguarun.launcher.options import OPTIONS
+from tests.support.command_line import BAGUARUN, environment, start_agent
 from tests.support.etcd_servers import EtcdServer, running, wheel_binary
 
-ROOT = Path(__file__).resolve().parents[3]
 BOUND_S = 60.0
 EPOCHS = 2
 ALL_SAMPLES = [(epoch, name) for epoch in range(EPOCHS) for name in range(62)]
@@ -91,30 +88,19 @@ class Job:
 
     def join(self, *names: str, step_s: float = 0.05, slots: int = 1) -> None:
         """More nodes."""
-        variables = {variable for option in OPTIONS for variable in option.variables}
-        environ = {name: value for name, value in os.environ.items() if name not in variables}
-        environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
-        environ |= {"LIFE": str(self._life), "STEP_S": str(step_s)}
+        environ = environment(self.folder, OMP_NUM_THREADS="1", LIFE=str(self._life), STEP_S=str(step_s))
         for name in names:
             words = [*self._words, "--node-name", name, "--nproc-per-node", str(slots)]
-            with open(self.folder / f"{self._life}-{name}.out", "w") as out:
-                self.agents[name] = subprocess.Popen(
-                    [sys.executable, "-m", "baguarun", "run", *words, str(self._script), str(self.folder)],
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+            out = self.folder / f"{self._life}-{name}.out"
+            self.agents[name] = start_agent(out, environ, *words, str(self._script), str(self.folder))
 
     def tell(self, signum: int, *names: str) -> None:
         for name in names:
             self.agents[name].send_signal(signum)
 
     def stop(self, *options: str) -> None:
-        words = [sys.executable, "-m", "baguarun", "stop", "j", "--store", str(self._store.url), *options]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(words, env=environ, check=True, timeout=BOUND_S)
+        words = [*BAGUARUN, "stop", "j", "--store", str(self._store.url), *options]
+        subprocess.run(words, env=environment(), check=True, timeout=BOUND_S)
 
     def wait(self) -> set[int]:
         """What agents ended with."""
