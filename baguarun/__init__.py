@@ -15,10 +15,14 @@ _LAZY = {
     "DistributedDataParallel": "baguarun.comm.ddp",
 }
 
-__all__ = ["__version__", *_LAZY]
+_PACKAGES = ("elastic",)
+
+__all__ = ["__version__", *_LAZY, *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"baguarun.{name}")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'baguarun' has no attribute {name!r}")
