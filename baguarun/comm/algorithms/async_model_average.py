@@ -169,7 +169,9 @@ class AsyncStepper(Stepper):
         self._end_first_period()
 
     def resume(self) -> None:
-        """Start rounds again, the first one with the next step. On all ranks after the same step."""
+        """After `pause`: start rounds again with the next step. On all ranks after the same step."""
+        if not self._paused:
+            return
         self._paused = False
         self._next_start = max(self.steps, self._settings.warmup_steps) + 1
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from baguarun.comm.algorithms import AsyncModelAverage
 from baguarun.comm.algorithms.async_model_average import AsyncStepper
+from baguarun.comm.ddp import DistributedDataParallel as Wrapper
 from baguarun.comm.session import DataParallelSession
 from baguarun.errors import UsageError
 
@@ -15,8 +16,8 @@ __all__ = ["AsyncModelAverageAlgorithm"]
 class AsyncModelAverageAlgorithm(AsyncModelAverage):
     """Averages weights in the background.
 
-    Unlike in Bagua, `abort` and `resume` are not needed around evaluation or at the end. A rank is never
-    more than 100 steps ahead of the others.
+    Unlike in Bagua, `abort` and `resume` are not needed around evaluation or at the end, and a rank is never
+    more than `max_staleness_steps` steps ahead of the others. Both may be called twice in a row.
     """
 
     def __init__(
@@ -29,19 +30,28 @@ class AsyncModelAverageAlgorithm(AsyncModelAverage):
         super().__init__(sync_interval_ms=sync_interval_ms, warmup_steps=warmup_steps)
 
     def abort(self, model: nn.Module) -> None:
-        """Apply the average under way and start no other until `resume`; on all ranks after the same step."""
+        """Apply the average under way and start no other until `resume`; on all ranks after the same step.
+
+        `model` is what `with_bagua` or `DistributedDataParallel` has returned; else raises `UsageError`.
+        """
         if (stepper := _stepper(model)) is not None:
             stepper.pause()
 
     def resume(self, model: nn.Module) -> None:
-        """Average again from the next step on; on all ranks after the same step."""
+        """After `abort`: average again from the next step on; on all ranks after the same step.
+
+        `model` as for `abort`.
+        """
         if (stepper := _stepper(model)) is not None:
             stepper.resume()
 
 
 def _stepper(model: nn.Module) -> AsyncStepper | None:
     """None in a World of one."""
-    session = model.__dict__.get("_baguarun_session")
+    session = model._session if isinstance(model, Wrapper) else vars(model).get("_baguarun_session")
     if not isinstance(session, DataParallelSession) or not isinstance(session.algorithm, AsyncModelAverage):
-        raise UsageError("abort and resume want the module that with_bagua() made asynchronous")
+        raise UsageError(
+            f"abort and resume: found {type(model).__name__}; want what with_bagua() or "
+            "DistributedDataParallel has made asynchronous"
+        )
     return session.stepper if isinstance(session.stepper, AsyncStepper) else None

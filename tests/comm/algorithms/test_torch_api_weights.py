@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 import baguarun.torch_api  # noqa: F401  (adds with_bagua)
 from baguarun.errors import UsageError
 from baguarun.torch_api.algorithms import async_model_average, decentralized
+from baguarun.torch_api.data_parallel import DistributedDataParallel
 from tests.comm.algorithms.simulation import (
     Net,
     assert_same_training,
@@ -20,6 +23,7 @@ from tests.comm.algorithms.simulation import (
     simulate,
     weights_of,
 )
+from tests.comm.ranks import run_ranks
 
 
 def defaults(function: object) -> dict[str, object]:
@@ -45,9 +49,10 @@ def test_async_with_chosen_peers_is_refused() -> None:
         async_model_average.AsyncModelAverageAlgorithm("shift_one")
 
 
-def test_abort_of_another_model_is_refused() -> None:
-    with pytest.raises(UsageError, match="with_bagua"):
-        async_model_average.AsyncModelAverageAlgorithm().abort(nn.Linear(2, 2))
+@pytest.mark.parametrize("call", ["abort", "resume"])
+def test_abort_and_resume_of_another_model_are_refused(call: str) -> None:
+    with pytest.raises(UsageError, match=r"found Linear; want what with_bagua\(\) or Distributed"):
+        getattr(async_model_average.AsyncModelAverageAlgorithm(), call)(nn.Linear(2, 2))
 
 
 def train_decentralized() -> torch.Tensor:
@@ -70,27 +75,92 @@ def test_with_bagua_takes_the_decentralized_algorithm() -> None:
     assert_same_training(found, expected)
 
 
-def train_with_abort_and_resume() -> list[int]:
+MakeModel = Callable[[nn.Module, torch.optim.Optimizer, async_model_average.AsyncModelAverageAlgorithm], Any]
+
+
+def with_bagua(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    algorithm: async_model_average.AsyncModelAverageAlgorithm,
+) -> Any:
+    return net.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+
+
+def wrapped(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    algorithm: async_model_average.AsyncModelAverageAlgorithm,
+) -> Any:
+    return DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
+
+
+def train_with_abort_and_resume(make_model: MakeModel, times: int) -> tuple[list[int], list[float]]:
+    """Rounds started after each step, and the loss of the same sample on both sides of a pause."""
     net = Net()
     optimizer = make_optimizer(net)
-    algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=0)
-    model = net.with_bagua([optimizer], algorithm)  # type: ignore[operator]
-    rounds = []
+    model = make_model(net, optimizer, async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=0))
+    algorithm = model.bagua_algorithm
+    rounds, evaluated = [], []
     for step in range(9):
         if step == 3:
-            algorithm.abort(model)
+            for _ in range(times):
+                algorithm.abort(model)
+            model.eval()
+            with torch.no_grad():
+                evaluated = [model(torch.ones(1, 7, dtype=torch.float64)).sum().item() for _ in range(2)]
+            model.train()
         if step == 6:
+            for _ in range(times):
+                algorithm.resume(model)
+        optimizer.zero_grad()
+        backward(model, torch.distributed.get_rank(), step, 0)
+        optimizer.step()
+        rounds.append(model.stats().weight_rounds)
+    for _ in range(times):
+        algorithm.abort(model)
+    return rounds, evaluated
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("make_model", [with_bagua, wrapped])
+def test_no_round_starts_between_abort_and_resume(make_model: MakeModel, times: int) -> None:
+    for rounds, evaluated in run_for_tensors(train_with_abort_and_resume, 2, make_model, times):
+        assert rounds[0] == 1
+        assert rounds[2] == rounds[5]
+        assert rounds[6] == rounds[5] + 1
+        assert evaluated[0] == evaluated[1]
+
+
+def train_with_resume_only(resumes: bool) -> list[int]:
+    """Bagua's programs resume before each epoch, the first one included."""
+    net = Net()
+    optimizer = make_optimizer(net)
+    algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=10_000_000)
+    model = wrapped(net, optimizer, algorithm)
+    rounds = []
+    for step in range(6):
+        if resumes:
             algorithm.resume(model)
         optimizer.zero_grad()
         backward(model, torch.distributed.get_rank(), step, 0)
         optimizer.step()
         rounds.append(model.stats().weight_rounds)
-    algorithm.abort(model)
     return rounds
 
 
-def test_no_round_starts_between_abort_and_resume() -> None:
-    for rounds in run_for_tensors(train_with_abort_and_resume, 2):
-        assert rounds[0] == 1
-        assert rounds[2] == rounds[5]
-        assert rounds[6] == rounds[5] + 1
+@pytest.mark.parametrize("resumes", [False, True])
+def test_resume_without_abort_changes_nothing(resumes: bool) -> None:
+    for rounds in run_for_tensors(train_with_resume_only, 2, resumes):
+        assert rounds == [1] * 6
+
+
+def abort_alone() -> None:
+    for make_model in (with_bagua, wrapped):
+        net = Net()
+        model = make_model(net, make_optimizer(net), async_model_average.AsyncModelAverageAlgorithm())
+        for call in (model.bagua_algorithm.abort, model.bagua_algorithm.resume):
+            call(model)
+
+
+def test_in_a_world_of_one_abort_and_resume_do_nothing() -> None:
+    run_ranks(abort_alone, 1)
