@@ -106,8 +106,13 @@ FEATURES = (
         compares_buffers=True,
     ),
     Feature(
-        title="foreach, fused",
-        program=training_features.takes_fast_optimizers,
+        title="foreach",
+        program=training_features.takes_foreach_optimizers,
+        against="the optimizer's loop over parameters",
+    ),
+    Feature(
+        title="fused",
+        program=training_features.takes_fused_optimizers,
         against="the optimizer's loop over parameters",
     ),
     Feature(
@@ -129,9 +134,9 @@ class Refusal:
 
 
 REFUSED: dict[tuple[str, str], Refusal] = {
-    ("qadam, warmup_steps=2", "foreach, fused"): Refusal(
-        message="unexpected keyword argument 'foreach'",
-        reason="the step takes momentum that is averaged already; torch's kernels would mix it in again",
+    ("qadam, warmup_steps=2", "fused"): Refusal(
+        message="fused=True",
+        reason="the step takes momentum that is averaged already; torch's kernel would mix it in again",
     ),
 }
 """By titles of row and feature."""
@@ -294,8 +299,7 @@ def check_refusal(row: Row, feature: Feature, refusal: Refusal) -> None:
     side = Side(row, has_feature=True)
     try:
         feature.program(side)
-    except (UsageError, TypeError) as error:
-        # A TypeError: an optimizer of the algorithm's own that has no such option.
+    except UsageError as error:
         assert not side.trainers, "refused only after the model had been wrapped"
         assert refusal.message in str(error), f"refused with other words: {error}"
         return

@@ -157,16 +157,23 @@ def trains_two_models(side: Side) -> None:
             trainer.step()
 
 
-def takes_fast_optimizers(side: Side) -> None:
-    """torch's foreach and fused kernels, against its loop over parameters."""
-    for option in ("foreach", "fused"):
-        net = mlp()
-        options = {option: True} if side.has_feature else {"foreach": False}
-        trainer = side.wrap(net, [side.make_optimizer(net.parameters(), **options)])
-        for step in range(STEPS):
-            trainer.zero_grad()
-            loss(trainer(batch(step))).backward()
-            trainer.step()
+def takes_foreach_optimizers(side: Side) -> None:
+    _trains_with_option(side, "foreach")
+
+
+def takes_fused_optimizers(side: Side) -> None:
+    _trains_with_option(side, "fused")
+
+
+def _trains_with_option(side: Side, option: str) -> None:
+    """torch's faster kernels, against its loop over parameters."""
+    net = mlp()
+    options = {option: True} if side.has_feature else {"foreach": False}
+    trainer = side.wrap(net, [side.make_optimizer(net.parameters(), **options)])
+    for step in range(STEPS):
+        trainer.zero_grad()
+        loss(trainer(batch(step))).backward()
+        trainer.step()
 
 
 def resumes(side: Side) -> None:

@@ -31,6 +31,28 @@ def test_arguments_have_baguas_names_order_and_defaults() -> None:
     ]
 
 
+def last_weights(**options: bool | None) -> torch.Tensor:
+    module = mlp()
+    optimizer = q_adam.QAdamOptimizer(module.parameters(), warmup_steps=2, **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(module(torch.full((1, 37), step + 1.0))).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"fused": None}]
+)
+def test_torchs_options_that_change_no_result_are_taken(options: dict[str, bool | None]) -> None:
+    assert torch.equal(last_weights(**options), last_weights())
+
+
+def test_torchs_fused_kernel_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match=r"fused=True: .* averaged already, .*; want fused=None"):
+        q_adam.QAdamOptimizer(nn.Linear(2, 2).parameters(), fused=True)
+
+
 def train() -> tuple[int, int]:
     module = mlp()
     optimizer = q_adam.QAdamOptimizer(module.parameters(), lr=0.001, warmup_steps=2)

@@ -34,7 +34,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     With torch.amp.GradScaler give it as `grad_scaler`, since momentum is mixed before the scaler sees it.
     Gradients must be zeroed after every step: `grad` holds momentum, to which a gradient cannot be added.
-    Clipping clips the momentum.
+    Clipping clips the momentum. `foreach` is torch's and changes nothing; `fused=True` raises `UsageError`.
     """
 
     grad_scaler: torch.amp.GradScaler | None = None
@@ -52,7 +52,16 @@ class QAdamOptimizer(torch.optim.Optimizer):
         *,
         variance_floor: float = 1e-2,
         grad_scaler: torch.amp.GradScaler | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
+        # Steps are in foreach kernels whatever is asked: a loop over parameters gives the same numbers.
+        del foreach
+        if fused:
+            raise UsageError(
+                "QAdamOptimizer: fused=True: after the warm-up the step takes momentum that is averaged "
+                "already, and torch's fused kernel would mix it in again; want fused=None (steps are foreach)"
+            )
         defaults = {
             "lr": lr,
             "warmup_steps": warmup_steps,
