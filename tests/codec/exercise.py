@@ -46,7 +46,7 @@ def main() -> None:
     lib = ctypes.CDLL(sys.argv[1])
     for path in ("avx512", "avx2", "portable"):
         if lib.shim_use_path(path.encode()):
-            for numel in SIZES:
+            for numel in (0, *SIZES):
                 run(lib, numel)
     print("done")
 

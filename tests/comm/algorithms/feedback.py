@@ -47,9 +47,16 @@ class PlainExchange:
     """What one model's engine does with the gradients of all ranks, round by round."""
 
     def __init__(
-        self, lossy: Lossy, world_size: int, *, feedback: bool = True, new_plan_after_first: bool = True
+        self,
+        lossy: Lossy,
+        world_size: int,
+        *,
+        feedback: bool = True,
+        new_plan_after_first: bool = True,
+        chunk_align: int = CHUNK_ALIGN,
     ) -> None:
         self.lossy = lossy
+        self.chunk_align = chunk_align
         self.world_size = world_size
         self.feedback = feedback
         self.new_plan_after_first = new_plan_after_first
@@ -69,7 +76,9 @@ class PlainExchange:
             flats = [self._contribution(gradients, names, rank) for rank in range(self.world_size)]
             found = self._exchange(flats, bucket)
             for rank, (flat, sent) in enumerate(zip(flats, found[0], strict=True)):
-                self._keep(flat - sent, gradients, names, rank)
+                sizes = [gradients[name][rank].numel() for name in names]
+                for name, owed in zip(names, (flat - sent).split(sizes), strict=True):
+                    self._keep(self.residuals[rank], name, owed)
             sizes = [gradients[name][0].numel() for name in names]
             results.update(zip(names, found[1].split(sizes), strict=True))
         return results
@@ -84,16 +93,13 @@ class PlainExchange:
             parts.append(own + owed[name] if name in owed else own)
         return torch.cat(parts)
 
-    def _keep(
-        self, owed: torch.Tensor, gradients: dict[str, list[torch.Tensor]], names: Sequence[str], rank: int
-    ) -> None:
+    def _keep(self, residuals: dict[str, torch.Tensor], name: str, owed: torch.Tensor) -> None:
         if self.feedback:
-            sizes = [gradients[name][rank].numel() for name in names]
-            self.residuals[rank].update(zip(names, owed.split(sizes), strict=True))
+            residuals[name] = _finite_or(owed, residuals.get(name))
 
     def _exchange(self, flats: list[torch.Tensor], bucket: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         share = -(-flats[0].numel() // self.world_size)
-        stride = -(-share // CHUNK_ALIGN) * CHUNK_ALIGN
+        stride = -(-share // self.chunk_align) * self.chunk_align
         sent: list[list[torch.Tensor]] = [[] for _ in flats]
         results = []
         owed: list[torch.Tensor] = []
@@ -105,12 +111,18 @@ class PlainExchange:
             for piece in decoded[1:]:
                 total += piece
             total *= torch.tensor(1.0 / self.world_size, dtype=torch.float32)
-            if self.result_residuals[bucket] and self.feedback:
-                total += self.result_residuals[bucket][owner]
+            before = self.result_residuals[bucket][owner] if self.result_residuals[bucket] else None
+            if before is not None and self.feedback:
+                total += before
             results.append(self.lossy(total))
-            owed.append(total - results[-1])
+            owed.append(_finite_or(total - results[-1], before))
         self.result_residuals[bucket] = owed
         return [torch.cat(parts) for parts in sent], torch.cat(results)
+
+
+def _finite_or(owed: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """What is owed; where that is not finite, what was owed before."""
+    return torch.where(owed.isfinite(), owed, torch.zeros_like(owed) if before is None else before)
 
 
 def plan_names(model: DistributedDataParallel) -> list[list[str]]:

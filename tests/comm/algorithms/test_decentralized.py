@@ -12,9 +12,16 @@ from torch import nn
 from baguarun.comm.algorithms import Decentralized, resolve
 from baguarun.comm.algorithms.decentralized import PeerSelection, choose_peers
 from baguarun.comm.algorithms.stepper import StepContext
+from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
-from tests.comm.algorithms.simulation import assert_same_training, run_for_tensors, simulate, train_each
+from tests.comm.algorithms.simulation import (
+    assert_same_training,
+    run_for_tensors,
+    simulate,
+    train_each,
+    weights_of,
+)
 
 STEPS = 7
 MODES = [mode.value for mode in PeerSelection]
@@ -118,12 +125,35 @@ def test_who_sends_to_whom_is_what_they_receive_from(mode: PeerSelection, world_
         assert len(met) == pairs
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+def mixed_by_exponential(steps: int) -> torch.Tensor:
+    """Each rank's weights before the first step and after each; the optimizer leaves them alone."""
+    net = nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            # Halves of whole numbers are exact.
+            parameter.fill_(3.0 ** dist.get_rank())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = DistributedDataParallel(
+        net,
+        init_sync=False,
+        optimizers=[optimizer],
+        algorithm=Decentralized(peer_selection_mode="exponential"),
+    )
+    rows = [weights_of(net)]
+    for _ in range(steps):
+        model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        rows.append(weights_of(net))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_exponential_averages_exactly_after_log2_exchanges(world_size: int) -> None:
-    product = torch.eye(world_size, dtype=torch.float64)
-    for exchange in range(world_size.bit_length() - 1):
-        product = mixing_matrix("exponential", exchange, world_size) @ product
-    assert torch.equal(product, torch.full_like(product, 1 / world_size))
+    steps = world_size.bit_length() - 1
+    found = torch.stack(run_for_tensors(mixed_by_exponential, world_size, steps))
+    average = found[:, 0].mean(0)
+    assert torch.equal(found[:, steps], average.expand_as(found[:, steps]))
+    assert not torch.equal(found[:, steps - 1], average.expand_as(found[:, steps]))
 
 
 @pytest.mark.parametrize(
