@@ -21,7 +21,9 @@ Written by `python -m tests.composition --write`, which first runs every cell on
 
 _ABOUT_TOLERANCES = """
 Tolerances are shares of how far weights moved, after every step. Where replicas have to be equal, they are
-compared bit for bit.
+compared bit for bit. Rows with `hierarchical=True` run on ranks that take themselves for two nodes, of two
+ranks and of one. With a sign per number each parameter has a bucket of its own and `variance_floor` is 1, so
+that a step does not depend on what else is in the model.
 """
 
 
@@ -69,7 +71,8 @@ def _reference(row: Row) -> str:
 
 
 def _tolerance(row: Row) -> str:
-    return "rounding" if row.tolerance == ROUNDING else f"{row.tolerance:.0%}"
+    usual = "rounding" if row.tolerance == ROUNDING else f"{row.tolerance:.0%}"
+    return "; ".join([usual, *(f"{title}: {more:.0%}" for title, more in row.tolerances.items())])
 
 
 def _features() -> str:

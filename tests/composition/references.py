@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,6 +57,19 @@ class AveragedWithPeers(Reference):
             if peers is not None:
                 mixed[rank] = (rows[rank] + rows[peers.from_rank]) / 2
         return mixed
+
+
+class AveragedByNode(AveragedWithPeers):
+    """Nodes of so many ranks are the peers."""
+
+    def __init__(self, mode: PeerSelection, nodes: Sequence[int]) -> None:
+        super().__init__(mode)
+        self.nodes = list(nodes)
+
+    def before_step(self, step: int, rows: Rows) -> Rows:
+        averages = torch.stack([node.mean(0) for node in rows.split(self.nodes)])
+        mixed = super().before_step(step, averages)
+        return mixed.repeat_interleave(torch.tensor(self.nodes), dim=0)
 
 
 class AveragedAtTimes(Reference):

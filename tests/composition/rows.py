@@ -6,8 +6,9 @@ torch and an optimizer of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from baguarun.comm.algorithms import (
 from baguarun.comm.algorithms.decentralized import PeerSelection
 from tests.composition.references import (
     AveragedAtTimes,
+    AveragedByNode,
     AveragedGradients,
     AveragedLate,
     AveragedWithAll,
@@ -47,9 +49,15 @@ EIGHT_BITS = 0.03
 UNEVEN = 0.15
 """The same where what is sent is no smooth function of gradients: which numbers are largest, which way a
 matrix points, what is divided by a small variance. Rounding is magnified; a lost gradient differs more still.
+"""
 
-With a sign per number, QAdam's other setting, a step depends on how parameters share blocks, which features
-change: it is held against plain code in tests/comm/algorithms/test_qadam.py instead."""
+SIGNS = 0.5
+"""The same for a sign per number, where a feature rounds gradients or moves numbers to other blocks: momentum
+near zero changes its sign. A training that exchanges nothing is off by all of the way."""
+
+
+NODES = (2, 1)
+"""The least that goes by rail: one rail, whose owner on the first node sums up for two."""
 
 
 def make_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -72,6 +80,8 @@ class Row:
     """None: held against itself in a program that does without the feature."""
     tolerance: float = ROUNDING
     """Greatest difference from the reference, as a share of how far weights moved."""
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    """The same for features, by their titles, that want more."""
     replicas_meet_every: int | None = None
     """After so many steps, counted from the first, replicas are equal bit for bit; None: never."""
     shares_buffers: Callable[[int], bool] = lambda _step: True
@@ -80,6 +90,10 @@ class Row:
     """(parameters, **options) -> the optimizer; options are torch's lr, foreach, fused."""
     knows_scaler: bool = False
     """The optimizer has to know of a GradScaler, as `grad_scaler`."""
+    bucket_cap_mb: float = 0.0005
+    """Most models of the matrix have several buckets then."""
+    nodes: tuple[int, ...] = ()
+    """Workers of each node that the ranks take themselves to be on; empty: all are on one."""
 
 
 _LISTED = (
@@ -104,10 +118,32 @@ _LISTED = (
         replicas_meet_every=1,
     ),
     Row(
+        title="bytegrad, error_feedback=True",
+        algorithm=ByteGrad(error_feedback=True),
+        reference=AveragedGradients,
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+    ),
+    Row(
+        title="bytegrad, hierarchical=True",
+        algorithm=ByteGrad(hierarchical=True),
+        reference=AveragedGradients,
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=1,
+        nodes=NODES,
+    ),
+    Row(
         title="sparse",
         algorithm=Sparse(warmup_steps=0, density=0.1),
         tolerance=UNEVEN,
         replicas_meet_every=1,
+    ),
+    Row(
+        title="sparse, hierarchical=True",
+        algorithm=Sparse(warmup_steps=0, density=0.1, hierarchical=True),
+        tolerance=UNEVEN,
+        replicas_meet_every=1,
+        nodes=NODES,
     ),
     Row(
         title="power_sgd, start_step=2",
@@ -124,15 +160,52 @@ _LISTED = (
         knows_scaler=True,
     ),
     Row(
+        title="qadam, warmup_steps=2, hierarchical=True",
+        algorithm=QAdam(hierarchical=True),
+        tolerance=UNEVEN,
+        replicas_meet_every=1,
+        make_optimizer=make_qadam,
+        knows_scaler=True,
+        nodes=NODES,
+    ),
+    Row(
+        title="qadam, bits=1, warmup_steps=2",
+        algorithm=QAdam(bits=1),
+        tolerance=UNEVEN,
+        tolerances={"bf16 model": SIGNS, "channels_last": SIGNS},
+        replicas_meet_every=1,
+        # No number is divided by less than the usual, which would magnify a change of sign.
+        make_optimizer=partial(make_qadam, variance_floor=1.0),
+        knows_scaler=True,
+        # A bucket for each parameter: what shares a block does not depend on what else is in the model.
+        bucket_cap_mb=1e-6,
+    ),
+    Row(
         title="low_precision_decentralized",
         algorithm=LowPrecisionDecentralized(),
         tolerance=EIGHT_BITS,
+    ),
+    Row(
+        title="low_precision_decentralized, bits=4",
+        algorithm=LowPrecisionDecentralized(bits=4),
+        tolerance=UNEVEN,
     ),
     Row(title="decentralized", algorithm=Decentralized(), reference=AveragedWithAll),
     Row(
         title='decentralized, "shift_one"',
         algorithm=Decentralized(peer_selection_mode="shift_one"),
         reference=lambda: AveragedWithPeers(PeerSelection.SHIFT_ONE),
+    ),
+    Row(
+        title='decentralized, "exponential"',
+        algorithm=Decentralized(peer_selection_mode="exponential"),
+        reference=lambda: AveragedWithPeers(PeerSelection.EXPONENTIAL),
+    ),
+    Row(
+        title='decentralized, "shift_one", hierarchical=True',
+        algorithm=Decentralized(peer_selection_mode="shift_one", hierarchical=True),
+        reference=lambda: AveragedByNode(PeerSelection.SHIFT_ONE, NODES),
+        nodes=NODES,
     ),
     Row(
         title="local_sgd, local_steps=2",
@@ -152,6 +225,22 @@ _LISTED = (
         title="diloco, local_steps=2",
         algorithm=DiLoCo(local_steps=2),
         reference=lambda: OuterSteps(2),
+        replicas_meet_every=2,
+        shares_buffers=lambda step: step % 2 == 0,
+    ),
+    Row(
+        title='diloco, local_steps=2, wire="int8"',
+        algorithm=DiLoCo(local_steps=2, wire="int8"),
+        reference=lambda: OuterSteps(2),
+        tolerance=EIGHT_BITS,
+        replicas_meet_every=2,
+        shares_buffers=lambda step: step % 2 == 0,
+    ),
+    Row(
+        title='diloco, local_steps=2, wire="bf16"',
+        algorithm=DiLoCo(local_steps=2, wire="bf16"),
+        reference=lambda: OuterSteps(2),
+        tolerance=EIGHT_BITS,
         replicas_meet_every=2,
         shares_buffers=lambda step: step % 2 == 0,
     ),

@@ -65,7 +65,11 @@ class Ours(Trainer):
     ) -> None:
         super().__init__(net, optimizers)
         self.wrapped = DistributedDataParallel(
-            net, optimizers=optimizers, algorithm=row.algorithm, bucket_cap_mb=0.0005, **options
+            net,
+            optimizers=optimizers,
+            algorithm=row.algorithm,
+            bucket_cap_mb=row.bucket_cap_mb,
+            **options,
         )
         self.forward: Callable[..., Any] = self.wrapped
 
