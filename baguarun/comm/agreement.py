@@ -20,6 +20,8 @@ class Declaration:
     """Name and value of everything that must be equal, the algorithm first."""
     tensors: tuple[tuple[str, str], ...]
     """Name and form of each parameter and buffer, in order."""
+    refusal: str = ""
+    """Why this rank cannot take part; empty if it can."""
 
 
 def tensor_form(tensor: torch.Tensor) -> str:
@@ -35,7 +37,10 @@ def named_forms(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, st
 
 
 def require_same(mine: Declaration, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise the same `UsageError` on every rank of `group` if the ranks' declarations differ. Collective."""
+    """Raise the same `UsageError` on every rank of `group` if the ranks' declarations differ. Collective.
+
+    A rank that declares a refusal comes back: the error is its own to raise.
+    """
     digest = hashlib.sha256(repr(mine).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     world_size = dist.get_world_size(group)
@@ -49,11 +54,23 @@ def require_same(mine: Declaration, group: dist.ProcessGroup, device: torch.devi
         dist.all_gather_object(declarations, mine, group=group)
     except RuntimeError as error:
         raise CommunicationError(f"comparing the models of the ranks failed: {error}") from error
-    raise UsageError(describe_difference([found for found in declarations if found is not None]))
+    if not mine.refusal:
+        raise UsageError(describe_difference([found for found in declarations if found is not None]))
+
+
+def refuse_with_others(error: UsageError, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Tell the other ranks of `group`, which compare their models, of `error`; it is raised by the caller.
+
+    Without this they would wait until this process ends. Collective, in place of `require_same`.
+    """
+    require_same(Declaration(settings=(), tensors=(), refusal=str(error)), group, device)
 
 
 def describe_difference(declarations: Sequence[Declaration]) -> str:
-    """The first thing in which some rank differs from rank 0."""
+    """The first rank that cannot take part, or the first thing in which some rank differs from rank 0."""
+    for rank, declaration in enumerate(declarations):
+        if declaration.refusal:
+            return f"rank {rank} cannot take part: {declaration.refusal}"
     first = declarations[0]
     for rank, other in enumerate(declarations[1:], start=1):
         for (name, here), (_, there) in zip(first.settings, other.settings, strict=True):

@@ -39,6 +39,12 @@ def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where its first parameter that requires a gradient is; the CPU if it has none."""
+    trained = (parameter.device for parameter in module.parameters() if parameter.requires_grad)
+    return next(trained, torch.device("cpu"))
+
+
 def bucket_limits(
     total_bytes: int, world_size: int, device: torch.device, cap_mb: float | None
 ) -> tuple[int, int]:

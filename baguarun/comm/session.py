@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from baguarun.comm import timeline
-from baguarun.comm.agreement import Declaration, named_forms, require_same
+from baguarun.comm.agreement import Declaration, named_forms, refuse_with_others, require_same
 from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, EngineMemory, Operation, OperationKind
 from baguarun.comm.algorithms.stages import StagedEngine
@@ -25,7 +25,7 @@ from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env
 from baguarun.comm.legacy import Legacy, take_over_engine
-from baguarun.comm.models import bucket_limits, find_tensors, trainable_parameters
+from baguarun.comm.models import bucket_limits, device_of, find_tensors, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.replicas import broadcast_optimizer_state, broadcast_tensors, real_view
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
@@ -107,17 +107,18 @@ class DataParallelSession:
         self._memory: EngineMemory | None = None
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
-        if algorithm.exchanges_weights and not optimizers:
-            raise UsageError(
-                f"{algorithm.name} exchanges weights around optimizer steps; want optimizers=[...], all that "
-                "step this model"
-            )
-        parameters = trainable_parameters(module)
+        parent = _require_group(process_group)
+        try:
+            parameters = trainable_parameters(module)
+            _require_optimizers(algorithm, optimizers)
+            self._stages = algorithm.make_stages(parameters, optimizers)
+            algorithm.check(read_worker_env())
+        except UsageError as error:
+            if dist.get_world_size(parent) > 1:
+                refuse_with_others(error, parent, device_of(module))
+            raise
         self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
-        self._stages = algorithm.make_stages(parameters, optimizers)
-        parent = _require_group(process_group)
-        algorithm.check(read_worker_env())
         timeline.start_if_asked()
         self._buffers: list[torch.Tensor] = []
         if dist.get_world_size(parent) == 1:
@@ -510,6 +511,14 @@ class DataParallelSession:
             settings.append(("optimizers", self._stages.describe()))
         tensors = named_forms(module.named_parameters()) + named_forms(module.named_buffers())
         return Declaration(settings=tuple(settings), tensors=tuple(tensors))
+
+
+def _require_optimizers(algorithm: Algorithm, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    if algorithm.exchanges_weights and not optimizers:
+        raise UsageError(
+            f"{algorithm.name} exchanges weights around optimizer steps; want optimizers=[...], all that "
+            "step this model"
+        )
 
 
 def _require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +106,42 @@ def test_ranks_that_build_different_models_all_get_the_same_error(kind: str, mes
     assert len({str(error) for error in errors}) == 1
     with pytest.raises(UsageError, match=message):
         raise errors[0]  # type: ignore[misc]
+
+
+def build_with_a_local_fault(kind: str) -> None:
+    """Rank 1 asks for what cannot be, and would know it without the others."""
+    odd = dist.get_rank() == 1
+    net = nn.Sequential(nn.Embedding(5, 3, sparse=odd and kind == "sparse"), nn.Linear(3, 1))
+    algorithm = {"qadam": "qadam", "weights": "local_sgd"}.get(kind, "bytegrad") if odd else "bytegrad"
+    optimizers = [] if kind == "weights" else [torch.optim.Adam(net.parameters())]
+    DistributedDataParallel(net, optimizers=optimizers, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("qadam", r"qadam: found optimizers=\[Adam\]; want .*QAdamOptimizer"),
+        ("weights", r"local_sgd exchanges weights around optimizer steps; want optimizers=\[...\]"),
+        ("sparse", r"parameter '0\.weight' has sparse gradients"),
+    ],
+)
+def test_what_one_rank_cannot_do_is_an_error_on_all_and_names_that_rank(kind: str, message: str) -> None:
+    outcomes = run_ranks_to_the_end(build_with_a_local_fault, 3, kind)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome.error, UsageError), (rank, outcome)
+        assert re.match(message if rank == 1 else f"rank 1 cannot take part: {message}", str(outcome.error))
+
+
+def build_with_a_fault_on_every_rank() -> None:
+    net = mlp()
+    DistributedDataParallel(net, optimizers=[torch.optim.Adam(net.parameters())], algorithm="qadam")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_no_rank_can_do_is_each_ranks_own_error(world_size: int) -> None:
+    for outcome in run_ranks_to_the_end(build_with_a_fault_on_every_rank, world_size):
+        assert isinstance(outcome.error, UsageError)
+        assert str(outcome.error).startswith("qadam: found optimizers=[Adam]")
 
 
 def test_an_unknown_algorithm_is_refused_with_all_names_and_the_nearest() -> None:
