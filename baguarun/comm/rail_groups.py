@@ -20,7 +20,8 @@ class RailGroups:
     rank: int
     """In the engine's group, as all ranks of the layout."""
     node: dist.ProcessGroup | None
-    """The ranks of this node, in the layout's order. None if collectives are not needed, as below."""
+    """The ranks of this node, in the layout's order. None if collectives are not needed, as below, and on a
+    single node, whose ranks are all ranks."""
     rail: dist.ProcessGroup | None
     """The owners of this rank's shard, in the order of nodes; this rank alone if it owns none."""
 
@@ -38,20 +39,26 @@ class RailGroups:
 
 
 def join_rails(
-    hierarchical: Hierarchical, group: dist.ProcessGroup, device: torch.device, *, collectives: bool
+    hierarchical: Hierarchical,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    collectives: bool,
+    with_few: bool = False,
 ) -> RailGroups | None:
     """This rank's place on the rails of `group`; None where everything goes among all ranks.
 
     Groups for collectives inside nodes and on rails are made if `collectives`, and on accelerators, where the
-    engine needs them too. Collective over `group` unless `hierarchical` is False.
+    engine needs them too. `with_few` as in `goes_by_rail`. Collective over `group` unless `hierarchical` is
+    False.
     """
     if hierarchical is False or (hierarchical == "auto" and device.type != "cpu"):
         # Communicators that run beside the job's own may block each other: only for those who ask for them.
         return None
     layout, rank = find_nodes(group), dist.get_rank(group)
-    if not goes_by_rail(hierarchical, layout):
+    if not goes_by_rail(hierarchical, layout, with_few=with_few):
         return None
-    if not collectives and device.type == "cpu":
+    if len(layout.nodes) == 1 or (not collectives and device.type == "cpu"):
         return RailGroups(layout=layout, rank=rank, node=None, rail=None)
     same_number_of_groups(group)
     node = group_like(group, layout.node_of(rank), device, "node")

@@ -53,11 +53,14 @@ def lay_out(node_of_rank: Sequence[Hashable]) -> NodeLayout:
     return NodeLayout(nodes=tuple(tuple(ranks) for ranks in nodes.values()))
 
 
-def goes_by_rail(hierarchical: Hierarchical, layout: NodeLayout) -> bool:
-    """Whether ranks laid out so exchange by rail; never where that would be the exchange among all ranks."""
+def goes_by_rail(hierarchical: Hierarchical, layout: NodeLayout, *, with_few: bool = False) -> bool:
+    """Whether ranks laid out so exchange by rail; never where that would be the exchange among all ranks.
+
+    `with_few`: ranks, or nodes, exchange with some others only, so that a single node differs from its ranks.
+    """
     if hierarchical == "auto":
         return sum(len(node) > 1 for node in layout.nodes) > 1
-    return hierarchical and 1 < len(layout.nodes) < layout.world_size
+    return hierarchical and len(layout.nodes) < layout.world_size and (with_few or len(layout.nodes) > 1)
 
 
 def require_hierarchical(algorithm: str, value: object) -> None:

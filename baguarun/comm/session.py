@@ -148,9 +148,11 @@ class DataParallelSession:
         arena_bytes = self._arena_bytes(exchanged, operations)
         self._group = engine_group(parent, self.device, arena_bytes=arena_bytes)
         # Averages over all ranks go by rail of themselves on baguanet: no groups for them.
-        on_rails = dist.get_backend(self._group) != BAGUANET or algorithm.exchanges_with_few()
-        weights = algorithm.exchanges_weights and on_rails
-        self._rails = join_rails(algorithm.hierarchy(), self._group, self.device, collectives=weights)
+        with_few = algorithm.exchanges_with_few()
+        weights = algorithm.exchanges_weights and (dist.get_backend(self._group) != BAGUANET or with_few)
+        self._rails = join_rails(
+            algorithm.hierarchy(), self._group, self.device, collectives=weights, with_few=with_few
+        )
         if settings.init_sync:
             broadcast_tensors(
                 [real_view(tensor.detach()) for tensor in self._module.parameters()], self._group

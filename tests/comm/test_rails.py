@@ -70,6 +70,23 @@ def test_what_goes_by_rail(sizes: tuple[int, ...], hierarchical: Hierarchical, b
     assert goes_by_rail(hierarchical, of_sizes(*sizes)) is by_rail
 
 
+@pytest.mark.parametrize(
+    ("sizes", "hierarchical", "by_rail"),
+    [
+        ((4,), True, True),
+        ((4,), "auto", False),
+        ((4,), False, False),
+        ((1,), True, False),
+        ((1, 1), True, False),
+        ((2, 1), True, True),
+    ],
+)
+def test_what_goes_by_rail_where_ranks_exchange_with_few_others(
+    sizes: tuple[int, ...], hierarchical: Hierarchical, by_rail: bool
+) -> None:
+    assert goes_by_rail(hierarchical, of_sizes(*sizes), with_few=True) is by_rail
+
+
 @pytest.mark.parametrize("kind", [ByteGrad, GradientAllReduce])
 @pytest.mark.parametrize("value", [None, 1, "true", "Auto"])
 def test_what_is_neither_a_bool_nor_auto_is_refused_with_the_choice(kind: type, value: object) -> None:

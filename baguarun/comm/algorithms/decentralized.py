@@ -64,7 +64,8 @@ class Decentralized(Algorithm):
     """Exchange in every so manyth step, the first one included."""
     hierarchical: Hierarchical = "auto"
     """Nodes are the peers: the average of a node's ranks meets other nodes' averages, and all ranks of a node
-    get the same weights. "auto": where several nodes have several workers."""
+    get the same weights; a single node has no peer and averages its ranks. "auto": where several nodes have
+    several workers."""
 
     def __post_init__(self) -> None:
         modes = [mode.value for mode in PeerSelection]
@@ -118,6 +119,9 @@ class _Mixer(Stepper):
     def __init__(self, context: StepContext, settings: Decentralized) -> None:
         super().__init__(context)
         self._mode = PeerSelection(settings.peer_selection_mode)
+        if self.rails is not None and self.rails.num_nodes == 1:
+            # No peer: what is left is the average of the node.
+            self._mode = PeerSelection.ALL
         self._interval = settings.communication_interval
         self._started = False
         self._pending: Pending | PendingExchange | None = None

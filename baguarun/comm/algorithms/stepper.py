@@ -117,8 +117,9 @@ class Stepper:
         """Start to replace `tensors` by their averages over the ranks."""
         world_size = self.context.world_size
         self.rounds += 1
-        # The all-reduce of baguanet goes by rail of itself.
-        if self.rails is not None and dist.get_backend(self.context.group) != BAGUANET:
+        # The all-reduce of baguanet goes by rail of itself, and one node is everybody.
+        by_rail = self.rails is not None and self.rails.num_nodes > 1
+        if self.rails is not None and by_rail and dist.get_backend(self.context.group) != BAGUANET:
             self.bytes_sent += self.rails.bytes_per_average(tensors)
             return self.rails.average(tensors)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size

@@ -41,11 +41,22 @@ def node_mixing(mode: str, exchange: int, sizes: Sequence[int]) -> torch.Tensor:
     node_of = torch.repeat_interleave(torch.arange(num_nodes), torch.tensor(sizes))
     belongs = torch.nn.functional.one_hot(node_of).double()
     averages = belongs.T / torch.tensor(sizes).double().unsqueeze(1)
+    if num_nodes == 1:
+        return belongs @ averages
     return belongs @ mixing_matrix(mode, exchange, num_nodes) @ averages
 
 
 @pytest.mark.parametrize(
-    ("sizes", "backend"), [((2, 2), "gloo"), ((2, 1), "baguanet"), ((1, 2, 1), "gloo"), ((2, 2), "baguanet")]
+    ("sizes", "backend"),
+    [
+        ((2, 2), "gloo"),
+        ((2, 1), "baguanet"),
+        ((1, 2, 1), "gloo"),
+        ((2, 2), "baguanet"),
+        ((4,), "baguanet"),
+        ((2,), "gloo"),
+        ((1, 1), "baguanet"),
+    ],
 )
 def test_nodes_are_the_peers_and_ranks_of_a_node_share_weights(sizes: tuple[int, ...], backend: str) -> None:
     algorithms = [Decentralized(peer_selection_mode=mode, hierarchical=True) for mode in MODES]
@@ -157,8 +168,8 @@ def test_what_is_neither_a_bool_nor_auto_is_refused_with_the_choice(kind: type) 
         kind(hierarchical=None)
 
 
-def groups_made(algorithm: Algorithm) -> int:
-    live_on_nodes((2, 2))
+def groups_made(sizes: Sequence[int], algorithm: Algorithm) -> int:
+    live_on_nodes(sizes)
     net = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = len(distributed_c10d._world.pg_names)
@@ -169,15 +180,16 @@ def groups_made(algorithm: Algorithm) -> int:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "backend", "groups"),
+    ("sizes", "algorithm", "backend", "groups"),
     [
-        (AsyncModelAverage(), "baguanet", 1),
-        (LocalSGD(), "baguanet", 1),
-        (AsyncModelAverage(), "gloo", 3),
-        (Decentralized(peer_selection_mode="shift_one"), "baguanet", 3),
+        ((2, 2), AsyncModelAverage(), "baguanet", 1),
+        ((2, 2), LocalSGD(), "baguanet", 1),
+        ((2, 2), AsyncModelAverage(), "gloo", 3),
+        ((2, 2), Decentralized(peer_selection_mode="shift_one"), "baguanet", 3),
+        ((4,), Decentralized(peer_selection_mode="shift_one", hierarchical=True), "baguanet", 1),
     ],
 )
 def test_groups_of_nodes_and_rails_are_made_for_whom_baguanet_does_not_serve(
-    algorithm: Algorithm, backend: str, groups: int
+    sizes: tuple[int, ...], algorithm: Algorithm, backend: str, groups: int
 ) -> None:
-    assert run_ranks(groups_made, 4, algorithm, backend=backend) == [groups] * 4
+    assert run_ranks(groups_made, 4, sizes, algorithm, backend=backend) == [groups] * 4
