@@ -289,12 +289,13 @@ class DataParallelSession:
         )
 
     def _take_over(self, legacy: Legacy) -> None:
+        # First: it may say which stage the engine is in, and what is owed has a place in that one only.
+        if self._memory is not None:
+            self._memory.take_over(legacy.memory, self._group)
         if self._engine is not None:
             if self._staged is not None:
                 self._staged.enter()
             take_over_engine(self._engine, legacy)
-        if self._memory is not None:
-            self._memory.take_over(legacy.memory, self._group)
         if self._stepper is not None:
             self._stepper.take_over(legacy.stepper)
         self._legacy = None
@@ -313,7 +314,7 @@ class DataParallelSession:
             begins_round = self._begins_round()
             self._engine.before_forward(begins_round and self._sends_gradients())
             if begins_round and self._staged is not None:
-                self._staged.begin_round()
+                self._staged.enter()
         if self._buffers and self._shares_buffers_before(syncing):
             broadcast_tensors(self._buffers, self._group)
         if torch.is_grad_enabled() and self._stepper is not None:
@@ -389,7 +390,10 @@ class DataParallelSession:
         kept = self._stepper or self._memory
         state = {} if kept is None else kept.state_dict()
         if self._keeps_engine_state():
-            state["engine"] = take_engine_state(self._engine, self._exchanged, self._group)
+            of_engine = take_engine_state(self._engine, self._exchanged, self._group)
+            state["engine"] = of_engine
+            if self._stages is not None:
+                of_engine["stage"] = self._stages.entered
         return state
 
     def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
@@ -437,8 +441,11 @@ class DataParallelSession:
                 stacklevel=4,
             )
             return
-        if self._staged is not None:
+        if self._staged is not None and self._stages is not None:
             self._staged.enter()
+            if state.get("stage", self._stages.entered) != self._stages.entered:
+                # Saved just before a stage that begins with sums that owe nothing.
+                state = {**state, "result_residuals": []}
         load_engine_state(load_extension(), self._engine, self._exchanged, self._group, state)
 
     def _sends_gradients(self) -> bool:

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 import warnings
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,42 @@ def test_what_sums_owe_is_given_up_with_a_warning_when_the_world_changes(tmp_pat
     for messages in run_ranks(give_up_what_sums_owe, 2, str(tmp_path)):
         assert len(messages) == 1
         assert "the World has changed (generation 2), and what this rank's sums still owed is" in messages[0]
+
+
+def bytes_of_a_step(trainee: Trainee) -> int:
+    before = trainee.model.stats().bytes_sent
+    trainee.step()
+    return trainee.model.stats().bytes_sent - before
+
+
+def go_on_warming_up(folder: str) -> None:
+    """Three steps per density: whole, 1/16, 1/64, 1/100."""
+    meeting, rank = Meeting(folder), dist.get_rank()
+    trainee = Trainee(Sparse(warmup_steps=9), width=400)
+    trainee.model.keep_committed()
+    sent = [bytes_of_a_step(trainee) for _ in range(5)]
+    trainee.model.commit()
+    of_gradients, _ = owed(trainee)
+    assert any(residual.any() for residual in of_gradients.values())
+    # Gone through once more, in the same World.
+    trainee.backward()
+    trainee.model.roll_back()
+    # Cut off.
+    trainee.backward()
+    meeting.enter_together(2, rank, 2)
+    trainee.model.enter_world()
+    trainee.model.roll_back()
+    now, _ = owed(trainee)
+    assert all(torch.equal(residual, now[name]) for name, residual in of_gradients.items())
+    sent += [bytes_of_a_step(trainee) for _ in range(6)]
+    assert_equal_on_all_ranks(trainee.weights())
+    assert [len(list(same)) for _, same in groupby(sent)] == [3, 3, 3, 2]
+    # Whoever ends first would end the others.
+    dist.barrier()
+
+
+def test_a_warm_up_of_sparse_goes_on_in_the_next_world_with_what_it_owed(tmp_path: Path) -> None:
+    run_ranks(go_on_warming_up, 2, str(tmp_path))
 
 
 def keep_outer_weights(folder: str) -> None:

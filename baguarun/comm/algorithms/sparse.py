@@ -101,12 +101,14 @@ class Sparse(Algorithm):
 
 
 class _Warmup(GradientStages):
-    """One stage per density, by the number of rounds."""
+    """One stage per density, by the number of rounds that have ended: on all ranks the same."""
 
     def __init__(self, settings: Sparse) -> None:
         self._settings = settings
         self._densities = settings.densities()
-        self._rounds = 0
+        self._engine: Any = None
+        # Before this engine's first one; negative where it had some that do not count.
+        self._rounds_before = 0
         # At the last commit; None: nobody commits.
         self._committed: int | None = None
 
@@ -123,8 +125,8 @@ class _Warmup(GradientStages):
     def describe(self) -> str:
         return ""
 
-    def round_begins(self) -> None:
-        self._rounds += 1
+    def follow(self, engine: Any) -> None:
+        self._engine = engine
 
     def memory(self) -> EngineMemory:
         return self
@@ -136,7 +138,8 @@ class _Warmup(GradientStages):
         self._committed = self._rounds
 
     def roll_back(self) -> None:
-        """`take_over` has done so."""
+        if self._committed is not None:
+            self._count(self._committed)
 
     def common(self) -> dict[str, Any]:
         return self.state_dict()
@@ -146,15 +149,26 @@ class _Warmup(GradientStages):
 
     def hand_over(self) -> dict[str, Any]:
         # The round of a step that is cut off, or gone through once more, is counted in the next World.
-        return self.state_dict() if self._committed is None else {"rounds": self._committed}
+        commits = self._committed is not None
+        return {"rounds": self._committed if commits else self._rounds, "commits": commits}
 
     def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
         """Collective. All ranks count rounds as one with most of them does."""
-        _, self._rounds = source_of(0 if left is None else left["rounds"], group, torch.device("cpu"))
+        _, rounds = source_of(0 if left is None else left["rounds"], group, torch.device("cpu"))
+        self._count(rounds)
+        self._committed = rounds if left is not None and left["commits"] else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "rounds" not in state:
             raise UsageError(
                 f"{Sparse.name}: the state is of a training without a warm-up; want warmup_steps=0 to go on"
             )
-        self._rounds = int(state["rounds"])
+        self._count(int(state["rounds"]))
+
+    @property
+    def _rounds(self) -> int:
+        return self._rounds_before + (0 if self._engine is None else int(self._engine.stats().steps))
+
+    def _count(self, rounds: int) -> None:
+        """So many have ended."""
+        self._rounds_before += rounds - self._rounds

@@ -59,9 +59,10 @@ class GradientStages(ABC):
     def describe(self) -> str:
         """All that ranks must agree on besides the algorithm's settings."""
 
-    def round_begins(self) -> None:
-        """The engine has entered the stage that is due, and gradients will be sent in it."""
-        return
+    def follow(self, engine: Any) -> None:
+        """From now on `engine` enters the stages. Count rounds by its `stats().steps`, not by forwards: one
+        round may follow several, and one rank may run one more that no backward follows."""
+        del engine
 
     def memory(self) -> EngineMemory | None:
         """What a checkpoint must keep of the stages themselves; None: nothing."""
@@ -83,11 +84,7 @@ class StagedEngine:
         self._parameters = list(parameters)
         self._make_spec = make_spec
         self._momentum: Momentum | None = None
-
-    def begin_round(self) -> None:
-        """Before the first forward of a round."""
-        self.enter()
-        self._stages.round_begins()
+        stages.follow(engine)
 
     def enter(self) -> None:
         """Between rounds: make the next one what is due."""

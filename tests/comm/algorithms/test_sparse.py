@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -91,6 +92,44 @@ def test_the_density_falls_in_the_warm_up_and_nothing_owed_is_lost_between_its_p
     # Of two ranks, whose sums are the same bits in whatever order.
     for whole, sixteenth, sixty_fourth, rest in (found[::3] for found in run_ranks(follow_warm_up, 2)):
         assert whole > 8 * sixteenth > 20 * sixty_fourth > 22 * rest > 0
+
+
+def bytes_of_steps(forwards_of: Callable[[int], int]) -> list[int]:
+    """Of each step of a warm-up, in which there are so many forwards before the only backward."""
+    model = DistributedDataParallel(nn.Linear(256, 256, bias=False), algorithm=Sparse(warmup_steps=9))
+    sent = [0]
+    for step in range(12):
+        model.zero_grad()
+        outputs = [model(torch.randn(4, 256)) for _ in range(forwards_of(step))]
+        loss(torch.cat(outputs)).backward()
+        sent.append(model.stats().bytes_sent)
+    assert_same_on_all_ranks([model.module.weight.grad])
+    return [after - before for before, after in pairwise(sent)]
+
+
+def forwards_without_a_round_of_their_own() -> None:
+    found = bytes_of_steps(lambda _step: 1)
+    assert [len(list(same)) for _, same in groupby(found)] == [3, 3, 3, 3]
+    assert bytes_of_steps(lambda _step: 2) == found
+
+
+def test_two_forwards_of_one_backward_are_one_step_of_the_warm_up() -> None:
+    run_ranks(forwards_without_a_round_of_their_own, 2)
+
+
+def extra_forwards_on_one_rank() -> None:
+    model = DistributedDataParallel(nn.Linear(256, 256, bias=False), algorithm=Sparse(warmup_steps=8))
+    for step in range(10):
+        if step in (1, 4) and dist.get_rank() == 0:
+            # To look at the loss, say: in training mode, and no backward follows.
+            model(torch.randn(4, 256))
+        model.zero_grad()
+        loss(model(torch.randn(4, 256))).backward()
+        assert_same_on_all_ranks([model.module.weight.grad])
+
+
+def test_a_forward_more_on_one_rank_leaves_the_ranks_in_one_stage() -> None:
+    run_ranks(extra_forwards_on_one_rank, 2)
 
 
 @pytest.mark.parametrize(
