@@ -33,6 +33,11 @@ class QAdam(Algorithm):
     Wants `optimizers=[QAdamOptimizer(...)]`, which says how long the warm-up is. Until its end gradients are
     averaged in full. From then on each rank mixes its gradient into the momentum that all have in common, and
     the average of the results, sent in few bits, is everybody's next momentum and is found in `grad`.
+
+    With several optimizers the warm-up lasts until each has taken its steps. One that left a step out, as its
+    gradients were not finite, needs one more; the others go on with plain Adam meanwhile. Then all variances
+    are frozen at once: compressed noise never enters one, and none is older than the momentum that travels.
+    Gradients that travelled whole and are still to be stepped with then are mixed in by their optimizer.
     """
 
     name: ClassVar[str] = "qadam"
@@ -78,12 +83,16 @@ class _Stages(GradientStages):
         self._require_all(parameters)
         for optimizer in self._optimizers:
             optimizer._stages = weakref.ref(self)
+            optimizer._together = [weakref.ref(each) for each in self._optimizers]
 
     def due(self) -> int:
         found = {optimizer.in_warmup for optimizer in self._optimizers}
         if len(found) > 1:
             taken = ", ".join(str(optimizer.steps) for optimizer in self._optimizers)
-            raise UsageError(f"qadam: optimizers have taken {taken} steps; all must step in each step")
+            raise UsageError(
+                f"qadam: of optimizers that have taken {taken} steps some have ended the warm-up, which all "
+                "end at once; want the states of all of them, from one checkpoint"
+            )
         return 0 if found.pop() else 1
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
     2102.02888; Bagua's QAdam, arXiv 2107.01499).
 
     For use with the algorithm "qadam", and by itself in a World of one. The warm-up is torch's AdamW: weight
-    decay is decoupled, in both stages, so that it passes neither the codec nor the variance.
+    decay is decoupled, in both stages, so that it passes neither the codec nor the variance. Of a model with
+    several of these optimizers it ends for all of them when the last one has taken its steps.
 
     After the warm-up a step is x -= lr / (1 - beta1^w) * m / (sqrt(v / (1 - beta2^w)) + eps), where m is in
     `grad` already, averaged over the ranks. Rules for what would blow up:
@@ -40,6 +41,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
     grad_scaler: torch.amp.GradScaler | None = None
     # Who mixes momentum into gradients; the engine's stages, if there is an engine.
     _stages: weakref.ref[GradientStages] | None = None
+    # All that step one model, this one included; without a model, nobody.
+    _together: Sequence[weakref.ref[QAdamOptimizer]] = ()
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of plain Adam."""
+        """Steps of plain Adam, at the least."""
         return int(self.param_groups[0]["warmup_steps"])
 
     @property
@@ -91,7 +94,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     @property
     def in_warmup(self) -> bool:
         """Whether the next step is one of the warm-up."""
-        return self.steps < self.warmup_steps
+        return not any("denominator" in state for state in self.state.values())
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -134,9 +137,16 @@ class QAdamOptimizer(torch.optim.Optimizer):
                     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 self._adam(group, parameters) if in_warmup else self._compressed(group, parameters)
             group["steps"] += 1
-        if in_warmup and not self.in_warmup:
-            self._freeze()
+        if in_warmup:
+            self._freeze_together()
         return loss
+
+    def _freeze_together(self) -> None:
+        """Unless one of those that step the model has still to take steps of the warm-up."""
+        found = [optimizer for each in self._together if (optimizer := each()) is not None] or [self]
+        if all(optimizer.steps >= optimizer.warmup_steps for optimizer in found):
+            for optimizer in found:
+                optimizer._freeze()
 
     def _finite(self) -> bool:
         gradients = [
@@ -199,7 +209,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         variances = {}
         for group, parameter in self._each():
             state = self._state_of(parameter)
-            steps = state["step"] or self.warmup_steps
+            steps = state["step"] or self.steps
             beta1, beta2 = group["betas"]
             state["correction"] = 1 - beta1**steps
             variances[parameter] = _wide(state.pop("exp_avg_sq")) / (1 - beta2**steps)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -260,6 +260,140 @@ def nan_on_one_rank(bits: int, at: int) -> None:
 @pytest.mark.parametrize("at", [1, 5])
 def test_a_nan_leaves_one_step_out_and_is_gone_in_the_next(bits: int, at: int) -> None:
     run_ranks(nan_on_one_rank, 3, bits, at)
+
+
+class PlainPair:
+    """One AdamW for weights and one for biases. When both have taken WARMUP steps, both stand still."""
+
+    def __init__(self, module: nn.Module, kinds: Sequence[str]) -> None:
+        self.kinds = kinds
+        self.weights = {name: nn.Parameter(each.detach().clone()) for name, each in module.named_parameters()}
+        self.adamw = {
+            kind: torch.optim.AdamW(
+                [weight for name, weight in self.weights.items() if name.endswith(kind)],
+                lr=0.01,
+                betas=BETAS[kind],
+                weight_decay=0.1,
+            )
+            for kind in kinds
+        }
+        self.taken = dict.fromkeys(kinds, 0)
+        self.momentum: dict[str, torch.Tensor] = {}
+        self.denominators: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_frozen(self) -> bool:
+        return bool(self.denominators)
+
+    @torch.no_grad()
+    def step(self, gradients: dict[str, torch.Tensor]) -> None:
+        """`gradients` are momentum if both stood still before this."""
+        are_momentum = self.is_frozen
+        for kind in self.kinds:
+            mine = {name: each for name, each in gradients.items() if name.endswith(kind)}
+            if not all(each.isfinite().all() for each in mine.values()):
+                continue
+            if self.is_frozen:
+                for name, gradient in mine.items():
+                    beta = 0.0 if are_momentum else BETAS[kind][0]
+                    self.momentum[name] = beta * self.momentum[name] + (1 - beta) * gradient
+                    weight = self.weights[name]
+                    update = self.momentum[name] / (1 - BETAS[kind][0] ** self.taken[kind])
+                    weight.copy_(weight * (1 - 0.01 * 0.1) - 0.01 * update / self.denominators[name])
+                continue
+            for name, gradient in mine.items():
+                self.weights[name].grad = gradient.clone()
+            self.adamw[kind].step()
+            self.taken[kind] += 1
+            if min(self.taken.values()) >= WARMUP:
+                self._freeze()
+
+    def _freeze(self) -> None:
+        for name, weight in self.weights.items():
+            kind = "bias" if name.endswith("bias") else "weight"
+            state = self.adamw[kind].state[weight]
+            self.momentum[name] = state["exp_avg"].clone()
+            variance = state["exp_avg_sq"] / (1 - BETAS[kind][1] ** self.taken[kind])
+            self.denominators[name] = variance.clamp(min=FLOOR * variance.mean().item()).sqrt() + 1e-8
+
+
+def one_of_two_left_behind(bits: int, kinds: list[str], with_scaler: bool) -> None:
+    module = mlp(width=61)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100) if with_scaler else None
+    groups = dict(zip(BETAS, two_groups(module), strict=True))
+    optimizers = [
+        QAdamOptimizer(
+            [groups[kind]],
+            lr=0.01,
+            warmup_steps=WARMUP,
+            weight_decay=0.1,
+            variance_floor=FLOOR,
+            grad_scaler=scaler,
+        )
+        for kind in kinds
+    ]
+    model = DistributedDataParallel(
+        module, optimizers=optimizers, algorithm=QAdam(bits=bits), bucket_cap_mb=0.01
+    )
+    plain = PlainPair(module, kinds)
+    stages = []
+    for step in range(STEPS):
+        x = batch(module)
+        # Of a bias, on one rank: the weights know nothing of it.
+        factor = float("nan") if step == 1 and dist.get_rank() == 1 else 1.0
+        handle = module[2].bias.register_hook(lambda gradient, factor=factor: gradient * factor)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        value = loss(model(x))
+        (value if scaler is None else scaler.scale(value)).backward()
+        handle.remove()
+        stages.append(model._session._stages.entered)  # type: ignore[union-attr]
+        assert (stages[-1] == 1) == plain.is_frozen
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        plain.step({name: parameter.grad / scale for name, parameter in module.named_parameters()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for optimizer in optimizers:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter, plain.weights[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert stages == [0] * (WARMUP + 1) + [1] * (STEPS - WARMUP - 1)
+    assert_same_on_all_ranks(list(module.parameters()))
+
+
+@pytest.mark.parametrize("with_scaler", [False, True], ids=["alone", "GradScaler"])
+@pytest.mark.parametrize("kinds", [["weight", "bias"], ["bias", "weight"]], ids=" then ".join)
+@pytest.mark.parametrize("bits", [8, 1])
+def test_the_warm_up_lasts_until_the_optimizer_that_left_a_step_out_has_ended_it(
+    bits: int, kinds: list[str], with_scaler: bool
+) -> None:
+    run_ranks(one_of_two_left_behind, 2, bits, kinds, with_scaler)
+
+
+def resume_one_of_two() -> str:
+    def make() -> tuple[DistributedDataParallel, list[QAdamOptimizer]]:
+        module = mlp()
+        optimizers = [QAdamOptimizer([group], warmup_steps=2) for group in two_groups(module)]
+        return DistributedDataParallel(module, optimizers=optimizers, algorithm="qadam"), optimizers
+
+    model, optimizers = make()
+    for _ in range(3):
+        loss(model(batch(model.module))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    resumed, others = make()
+    others[0].load_state_dict(optimizers[0].state_dict())
+    with pytest.raises(UsageError) as caught:
+        resumed(batch(model.module))
+    return str(caught.value)
+
+
+def test_the_state_of_one_optimizer_of_two_is_refused() -> None:
+    for message in run_ranks(resume_one_of_two, 2):
+        assert "qadam: of optimizers that have taken 3, 0 steps some have ended the warm-up" in message
 
 
 class LateBranch(nn.Module):
