@@ -48,6 +48,11 @@ struct OperationSpec {
 // Buckets in shared memory begin at multiples of this.
 inline constexpr size_t kBucketAlignBytes = 64;
 
+// `bytes` rounded up to that.
+constexpr size_t alignedBytes(size_t bytes) {
+  return (bytes + kBucketAlignBytes - 1) / kBucketAlignBytes * kBucketAlignBytes;
+}
+
 struct Bucket {
   size_t index = 0;
   // Names of the first and last parameter and the size, for messages.

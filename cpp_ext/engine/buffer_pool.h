@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstddef>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -72,6 +73,17 @@ class BufferPool {
   size_t made_ = 0;
   std::vector<at::Tensor> free_;
   bool aborted_ = false;
+};
+
+// The scratch memory of one schedule. Buffers of a pool are all as large as the largest, so that what differs
+// in size or in how long it is needed has pools of its own.
+struct Buffers {
+  // What an exchange encodes and receives, from its begin to its end.
+  std::shared_ptr<BufferPool> exchanged = std::make_shared<BufferPool>();
+  // Exchange by rail: what the own node contributes, until it is summed up. One bucket does so at a time.
+  std::shared_ptr<BufferPool> contributed = std::make_shared<BufferPool>();
+  // Exchange by rail of 16-bit gradients: their sum in fp32, from its begin to its end.
+  std::shared_ptr<BufferPool> summed = std::make_shared<BufferPool>();
 };
 
 }  // namespace baguarun::engine

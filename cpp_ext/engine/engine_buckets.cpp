@@ -95,7 +95,7 @@ void Engine::placeBuckets() {
       bucket.flat = at::from_blob(
           arena_.mutable_data_ptr<uint8_t>() + arenaUsed, {numElements}, [arena = arena_](void* /*data*/) {},
           options);
-      arenaUsed += (bucket.bytes + kBucketAlignBytes - 1) / kBucketAlignBytes * kBucketAlignBytes;
+      arenaUsed += alignedBytes(bucket.bytes);
     } else {
       // Each number is a parameter's, which backward stores or sets to zero before it is sent.
       bucket.flat = at::empty({numElements}, options);

@@ -145,11 +145,10 @@ std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor&
   vectors.bytes = buffer.nbytes();
   vectors.operation.kind = OperationKind::kScatterReduceGather;
   // Scratch of its own: whoever has the first exchange's needs the second's to get on.
-  return makeExchange(group, vectors, everybody(group), std::make_shared<BufferPool>());
+  return makeExchange(group, vectors, everybody(group), Buffers());
 }
 
-std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& bucket,
-                                           const std::shared_ptr<BufferPool>& buffers) {
+std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& bucket, const Buffers& buffers) {
   // The second exchange has the tags of a bucket that is not there.
   constexpr size_t kSecond = kMaxBuckets / 2;
   if (bucket.index >= kSecond) {
@@ -173,7 +172,7 @@ std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& buc
 }  // namespace
 
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
-                                                 const std::shared_ptr<BufferPool>& buffers) {
+                                                 const Buffers& buffers) {
   if (bucket.index >= kMaxBuckets) {
     throw UsageFailure("the plan has more than " + std::to_string(kMaxBuckets) +
                        " buckets; want a larger bucket_cap_mb");

@@ -33,7 +33,7 @@ class HostOperation {
 
 // `buffers` are those of one schedule; every operation of it is made before the first one begins.
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
-                                                 const std::shared_ptr<BufferPool>& buffers);
+                                                 const Buffers& buffers);
 
 // MAX all-reduce of `flags` in place.
 std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags);

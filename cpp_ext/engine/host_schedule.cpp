@@ -108,8 +108,7 @@ class Prepared final : public HostOperation {
   const std::unique_ptr<HostOperation> exchange_;
 };
 
-std::unique_ptr<HostOperation> operationOn(const Group& group, const Bucket& bucket,
-                                           const std::shared_ptr<BufferPool>& buffers) {
+std::unique_ptr<HostOperation> operationOn(const Group& group, const Bucket& bucket, const Buffers& buffers) {
   auto exchange = makeHostOperation(group, bucket, buffers);
   if (!bucket.momentum && !bucket.kept) {
     return exchange;
@@ -127,7 +126,7 @@ class HostSchedule final : public Schedule {
         complete_("bagua-complete", [this](size_t task) { runComplete(task); }),
         reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
         begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
-    const auto buffers = std::make_shared<BufferPool>();
+    const Buffers buffers;
     for (const Bucket& bucket : buckets) {
       operations_.push_back(operationOn(group, bucket, buffers));
       labels_.push_back("bucket " + bucket.label);

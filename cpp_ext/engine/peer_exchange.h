@@ -52,7 +52,10 @@ class PeerExchange final : public HostOperation {
     if (resultResidual_.defined()) {
       sum_ = at::empty_like(resultResidual_);
     }
-    divide();
+    chunks_.resize(size_);
+    contributions_.resize(size_);
+    sources_.resize(size_);
+    buffers_->want(bufferBytes());
   }
 
   void begin(uint32_t round) override {
@@ -134,42 +137,35 @@ class PeerExchange final : public HostOperation {
     return static_cast<int64_t>(layout_.numElements(rank) * elementSize_);
   }
 
-  // Plain chunks lie in the bucket; all else lies in the pool's buffer, one after the other.
-  void divide() {
-    chunks_.resize(size_);
-    contributions_.resize(size_);
-    sources_.resize(size_);
-    for (size_t peer = 0; peer < size_; ++peer) {
-      if (plain_) {
-        chunks_[peer] =
-            flat_.view(at::kByte).narrow(0, static_cast<int64_t>(layout_.begin(peer) * elementSize_),
-                                         static_cast<int64_t>(chunkBytes(peer)));
-      }
-      bufferBytes_ +=
-          (plain_ ? 0 : aligned(chunkBytes(peer))) + (peer == rank_ ? 0 : aligned(chunkBytes(rank_)));
+  size_t bufferBytes() const {
+    size_t bytes = (size_ - 1) * alignedBytes(chunkBytes(rank_));
+    for (size_t peer = 0; peer < size_ && !plain_; ++peer) {
+      bytes += alignedBytes(chunkBytes(peer));
     }
-    buffers_->want(bufferBytes_);
+    return bytes;
   }
 
-  static size_t aligned(size_t bytes) {
-    return (bytes + kBucketAlignBytes - 1) / kBucketAlignBytes * kBucketAlignBytes;
-  }
-
+  // Plain chunks lie in the bucket; all else lies in the pool's buffer, one after the other.
   void takeBuffer() {
     buffer_ = buffers_->take();
     size_t used = 0;
     const auto slice = [&](size_t bytes) {
       const at::Tensor found = buffer_.narrow(0, static_cast<int64_t>(used), static_cast<int64_t>(bytes));
-      used += aligned(bytes);
+      used += alignedBytes(bytes);
       return found;
     };
-    for (size_t peer = 0; peer < size_ && !plain_; ++peer) {
-      chunks_[peer] = slice(chunkBytes(peer));
+    for (size_t peer = 0; peer < size_; ++peer) {
+      chunks_[peer] = plain_ ? plainChunk(peer) : slice(chunkBytes(peer));
     }
     for (size_t peer = 0; peer < size_; ++peer) {
       contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(chunkBytes(rank_));
       sources_[peer] = contributions_[peer].data_ptr();
     }
+  }
+
+  at::Tensor plainChunk(size_t rank) const {
+    return flat_.view(at::kByte).narrow(0, static_cast<int64_t>(layout_.begin(rank) * elementSize_),
+                                        static_cast<int64_t>(chunkBytes(rank)));
   }
 
   void send(const at::Tensor& chunk, size_t peer, Stage stage, Transfers& transfers) {
@@ -262,7 +258,6 @@ class PeerExchange final : public HostOperation {
   const ChunkLayout layout_;
   const at::Tensor flat_;
   const std::shared_ptr<BufferPool> buffers_;
-  size_t bufferBytes_ = 0;
   const at::Tensor residual_;
   const at::Tensor resultResidual_;
   // With error feedback: the own chunk's sum in fp32.

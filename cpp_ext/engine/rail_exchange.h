@@ -7,6 +7,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
@@ -24,12 +25,11 @@ namespace baguarun::engine {
 
 // The exchange of a bucket among `ranks` of the group that suits its size.
 inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Bucket& bucket,
-                                                   const std::vector<int>& ranks,
-                                                   const std::shared_ptr<BufferPool>& buffers) {
+                                                   const std::vector<int>& ranks, const Buffers& buffers) {
   if (RingExchange::suits(bucket, ranks.size())) {
-    return std::make_unique<RingExchange>(group, bucket, ranks, buffers);
+    return std::make_unique<RingExchange>(group, bucket, ranks, buffers.exchanged);
   }
-  return std::make_unique<PeerExchange>(group, bucket, ranks, buffers);
+  return std::make_unique<PeerExchange>(group, bucket, ranks, buffers.exchanged);
 }
 
 // Every rank gives each owner of its node that owner's shard, as it is; the owner sums in fp32, exchanges the
@@ -41,7 +41,7 @@ inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Buc
 // other nodes for the one between, so messages of different levels cannot meet.
 class RailExchange final : public HostOperation {
  public:
-  RailExchange(const Group& group, const Bucket& bucket, const std::shared_ptr<BufferPool>& buffers)
+  RailExchange(const Group& group, const Bucket& bucket, const Buffers& buffers)
       : group_(group),
         rails_(bucket.operation.rails),
         place_(placeOf(group->getRank(), rails_->node)),
@@ -52,11 +52,12 @@ class RailExchange final : public HostOperation {
         scale_(bucket.operation.average
                    ? static_cast<float>(rails_->numNodes) / static_cast<float>(rails_->numRanks)
                    : 1.0F),
-        layout_(static_cast<size_t>(bucket.flat.numel()), rails_->numRails) {
+        layout_(static_cast<size_t>(bucket.flat.numel()), rails_->numRails),
+        buffers_(buffers) {
     for (Transfers* transfers : all()) {
       transfers->nameRanks(rails_->node);
     }
-    allocate(bucket, buffers);
+    divide(bucket);
   }
 
   void begin(uint32_t round) override {
@@ -64,6 +65,7 @@ class RailExchange final : public HostOperation {
     for (Transfers* transfers : all()) {
       transfers->clear();
     }
+    takeBuffers();
     for (const size_t peer : peers()) {
       receive(contributions_[peer], peer, Stage::kScatter, scatterReceives_);
     }
@@ -91,6 +93,7 @@ class RailExchange final : public HostOperation {
     if (between_) {
       between_->complete();
       narrow();
+      giveSum();
       for (const size_t peer : peers()) {
         send(shards_[place_], peer, Stage::kGather, gatherSends_);
       }
@@ -101,6 +104,8 @@ class RailExchange final : public HostOperation {
   }
 
   void abort() override {
+    buffers_.contributed->abort();
+    buffers_.summed->abort();
     for (Transfers* transfers : all()) {
       transfers->abort();
     }
@@ -123,7 +128,7 @@ class RailExchange final : public HostOperation {
 
   bool narrows() const { return dtype_ != codec::DType::f32; }
 
-  void allocate(const Bucket& bucket, const std::shared_ptr<BufferPool>& buffers) {
+  void divide(const Bucket& bucket) {
     const at::Tensor flatBytes = bucket.flat.view(at::kByte);
     const auto elementSize = static_cast<int64_t>(bucket.flat.element_size());
     for (size_t rail = 0; rail < rails_->numRails; ++rail) {
@@ -135,13 +140,14 @@ class RailExchange final : public HostOperation {
     if (rails_->rail.empty() || layout_.numElements(place_) == 0) {
       return;
     }
-    for (size_t peer = 0; peer < rails_->node.size(); ++peer) {
-      contributions_[peer] = peer == place_ ? shards_[place_] : at::zeros_like(shards_[place_]);
-      sources_[peer] = contributions_[peer].data_ptr();
-    }
+    buffers_.contributed->want((rails_->node.size() - 1) * alignedBytes(shards_[place_].nbytes()));
     const auto numElements = static_cast<int64_t>(layout_.numElements(place_));
-    sum_ = narrows() ? at::zeros({numElements}, bucket.flat.options().dtype(at::kFloat))
-                     : bucket.flat.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
+    if (narrows()) {
+      sum_ = at::empty({numElements}, bucket.flat.options().dtype(at::kFloat));
+      buffers_.summed->want(sum_.nbytes());
+    } else {
+      sum_ = bucket.flat.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
+    }
     Bucket between;
     between.index = bucket.index;
     between.label = bucket.label;
@@ -153,7 +159,36 @@ class RailExchange final : public HostOperation {
       between.residual = bucket.residual.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
       between.resultResidual = bucket.resultResidual;
     }
-    between_ = makeExchange(group_, between, rails_->rail, buffers);
+    between_ = makeExchange(group_, between, rails_->rail, buffers_);
+    if (narrows()) {
+      sum_.set_();
+    }
+  }
+
+  void takeBuffers() {
+    if (!between_) {
+      return;
+    }
+    buffer_ = buffers_.contributed->take();
+    const int64_t bytes = shards_[place_].numel();
+    int64_t used = 0;
+    for (size_t peer = 0; peer < rails_->node.size(); ++peer) {
+      contributions_[peer] = peer == place_ ? shards_[place_] : buffer_.narrow(0, used, bytes);
+      used += peer == place_ ? 0 : static_cast<int64_t>(alignedBytes(static_cast<size_t>(bytes)));
+      sources_[peer] = contributions_[peer].data_ptr();
+    }
+    if (narrows()) {
+      // The exchange between nodes has the same tensor, so it finds the numbers there, too.
+      sumBuffer_ = buffers_.summed->take();
+      sum_.set_(sumBuffer_.storage(), 0, {static_cast<int64_t>(layout_.numElements(place_))});
+    }
+  }
+
+  void giveSum() {
+    if (narrows()) {
+      sum_.set_();
+      buffers_.summed->give(std::move(sumBuffer_));
+    }
   }
 
   void sumUp() {
@@ -161,6 +196,7 @@ class RailExchange final : public HostOperation {
     const Span span("reduce", "codec", shards_[place_].numel());
     codec::reduceDecode(kHost, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(), scale_,
                         layout_.numElements(place_), sum_.data_ptr());
+    buffers_.contributed->give(std::move(buffer_));
   }
 
   void narrow() {
@@ -216,13 +252,17 @@ class RailExchange final : public HostOperation {
   const codec::DType dtype_;
   const float scale_;
   const ChunkLayout layout_;
+  const Buffers buffers_;
   uint32_t round_ = 0;
+  // The pools', while contributions arrive and while the sum is needed.
+  at::Tensor buffer_;
+  at::Tensor sumBuffer_;
   // Slices of the bucket, as bytes.
   std::vector<at::Tensor> shards_;
-  // By place: what it contributes to the own shard; undefined where there is none.
+  // By place: what it contributes to the own shard, in the buffer; undefined where there is none.
   std::vector<at::Tensor> contributions_;
   std::vector<const void*> sources_;
-  // The own shard in fp32: the bucket's slice, or a buffer of its own for 16-bit gradients.
+  // The own shard in fp32: the bucket's slice, or for 16-bit gradients a buffer, while there is one.
   at::Tensor sum_;
   // Absent where this rank owns nothing.
   std::unique_ptr<HostOperation> between_;
