@@ -42,9 +42,9 @@ def adam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=learning_rate)
 
 
-def qadam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
-    """A fifth of a run of 200 steps in full precision."""
-    return QAdamOptimizer(parameters, learning_rate, warmup_steps=40)
+def qadam(parameters: Parameters, learning_rate: float, warmup_steps: int = 40) -> torch.optim.Optimizer:
+    """By default a fifth of a run of 200 steps in full precision."""
+    return QAdamOptimizer(parameters, learning_rate, warmup_steps=warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,22 +18,44 @@ import torch
 import torch.distributed as dist
 
 import baguarun
+from baguarun.comm.algorithms import QAdam
 from benchmarks import cases
 
 _WIDTH, _LAYERS, _BATCH = 2048, 12, 8
 _STEPS = 8
 _SHORT = {"local_steps": 2, "max_staleness_steps": 2}
 """So that what happens now and then happens within the steps."""
+_STARTS = ("warmup_steps", "start_step")
+"""What algorithms call the steps before they compress."""
+_START = 2
 
 
 def shortened(case: cases.Case) -> cases.Case:
-    """The same with every period, if its algorithm has one, of two steps, and a warm-up of no more."""
+    """The same with every period, if its algorithm has one, of two steps, and a start of no more, be it the
+    algorithm's or the optimizer's."""
     if case.algorithm is None:
         return case
     changes = {name: steps for name, steps in _SHORT.items() if hasattr(case.algorithm, name)}
-    if getattr(case.algorithm, "warmup_steps", 0) > 2:
-        changes["warmup_steps"] = 2
-    return dataclasses.replace(case, algorithm=dataclasses.replace(case.algorithm, **changes))
+    changes |= {name: _START for name in _STARTS if getattr(case.algorithm, name, 0) > _START}
+    optimizer = case.optimizer
+    if optimizer is cases.qadam:
+        optimizer = functools.partial(cases.qadam, warmup_steps=_START)
+    algorithm = dataclasses.replace(case.algorithm, **changes)
+    return dataclasses.replace(case, algorithm=algorithm, optimizer=optimizer)
+
+
+def starts_in_full(case: cases.Case) -> bool:
+    """Whether its first steps send more than those behind them."""
+    return isinstance(case.algorithm, QAdam) or any(getattr(case.algorithm, name, 0) for name in _STARTS)
+
+
+def require_compressed(name: str, sent_bytes: Sequence[int]) -> None:
+    """RuntimeError if the last step of a case that starts in full sent as much as the first."""
+    if starts_in_full(cases.case_of(name)) and sent_bytes[-1] >= sent_bytes[0]:
+        raise RuntimeError(
+            f"{name}: step {len(sent_bytes)} sent {sent_bytes[-1]} bytes and the first {sent_bytes[0]}; want "
+            "its compressed steps measured, too"
+        )
 
 
 def peak_mb() -> float:
@@ -48,12 +72,21 @@ def train(name: str) -> float:
     layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
     model, optimizer = cases.wrap(shortened(cases.case_of(name)), torch.nn.Sequential(*layers), 1e-3, None)
     inputs = torch.randn(_BATCH, _WIDTH)
+    sent_bytes = []
     for _ in range(_STEPS):
+        before = _sent_bytes(model)
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
+        sent_bytes.append(_sent_bytes(model) - before)
+    require_compressed(name, sent_bytes)
     dist.barrier()
     return sum(parameter.nbytes for parameter in model.parameters()) / 1e6
+
+
+def _sent_bytes(model: torch.nn.Module) -> int:
+    """So far; 0 for torch's own."""
+    return model.stats().bytes_sent if isinstance(model, baguarun.DistributedDataParallel) else 0
 
 
 def main() -> NoReturn:
