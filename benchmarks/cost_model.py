@@ -87,8 +87,11 @@ def cost_of(case: str, cluster: Cluster, size_bytes: int, rounds_per_step: float
         coded_bytes = size_bytes * _ratio(_CODED_GRADIENTS[base])
         return _direct(cluster, coded_bytes, by_rail=level != "flat")
     if base in _CODED_NEIGHBOURS:
-        # To both neighbours; of a host's ranks the outer two have one on another host.
-        return Cost(host_bytes=2 * size_bytes * _ratio(_CODED_NEIGHBOURS[base]), messages=1)
+        # To both neighbours; of a host's ranks the outer two have one on another host. By rail a host's ranks
+        # send a shard each, and two hosts are each other's only neighbour.
+        is_pair = cluster.hosts == 2 and (level != "flat" or cluster.per_host == 1)
+        coded_bytes = size_bytes * _ratio(_CODED_NEIGHBOURS[base])
+        return Cost(host_bytes=(1 if is_pair else 2) * coded_bytes, messages=1)
     if base == "decentralized_shift_one":
         return Cost(host_bytes=size_bytes, messages=1)
     is_hidden = base not in _WAITING

@@ -69,6 +69,29 @@ class RailExchanger:
 
         return self._start(tensors, between)
 
+    def average_in_nodes(self, tensors: Sequence[torch.Tensor], between: Callable[[], None]) -> PendingRails:
+        """Start to replace `tensors` by the node's average, or by what `between` makes of it.
+
+        It is called on ranks that own a shard, when `part(tensors)` is the node's average there; on the CPU
+        by the exchanger's own thread. What it raises `wait` raises.
+        """
+        node_size = len(self.groups.layout.nodes[self.node_index])
+
+        def average(shards: Shards) -> None:
+            torch._foreach_div_(shards, node_size)
+            between()
+
+        return self._start(tensors, average)
+
+    def part(self, tensors: Sequence[torch.Tensor]) -> Shards:
+        """What this rank owns of `tensors`, views of those that it owns something of."""
+        layout, rank = self.groups.layout, self.groups.rank
+        if not layout.rail_of(rank):
+            return []
+        place = layout.node_of(rank).index(rank)
+        shards = [tensor.tensor_split(layout.num_rails)[place] for tensor in tensors]
+        return [shard for shard in shards if shard.numel() > 0]
+
     def bytes_per_average(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes that this rank's share of `average` comes to."""
         return self._bytes(tensors, 2 * (self.num_nodes - 1) / self.num_nodes)
@@ -98,7 +121,7 @@ class RailExchanger:
     def _run_or_abort(self, tensors: Sequence[torch.Tensor], between: Callable[[Shards], None]) -> None:
         try:
             self._run(tensors, between)
-        except RuntimeError:
+        except (RuntimeError, CommunicationError):
             # Others of the node and the rail wait for this rank. Gloo's abort() does nothing: there they wait
             # until this process has ended, or for the group's timeout.
             for group in (self.groups.node, self.groups.rail):

@@ -35,7 +35,7 @@ class FlatWeights:
 
     def empty_copy(self, *, exact: bool = False) -> list[torch.Tensor]:
         """A tensor of any content per buffer, like it; `exact`: fp32 where that has fewer bits."""
-        dtypes = [_exact(buffer.dtype) if exact else buffer.dtype for buffer in self.buffers]
+        dtypes = [exact_dtype(buffer.dtype) if exact else buffer.dtype for buffer in self.buffers]
         for index, spare in enumerate(self._spare):
             if [tensor.dtype for tensor in spare] == dtypes:
                 return self._spare.pop(index)
@@ -81,7 +81,8 @@ class FlatWeights:
         self.buffers.append(buffer)
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 in place of types with fewer bits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -29,7 +29,7 @@ SIZE_BYTES = 8192 * 1000
         ("qadam_1bit", FLAT, 1.5 * 260 / 8192),
         ("decentralized_shift_one", FLAT, 1.0),
         ("low_precision_decentralized_4bit", FLAT, 2 * 1032 / 8192),
-        ("low_precision_decentralized", PAIRED, 2 * 2056 / 8192),
+        ("low_precision_decentralized", PAIRED, 2056 / 8192),
     ],
 )
 def test_bytes_that_leave_a_host(case: str, cluster: Cluster, of_size: float) -> None:

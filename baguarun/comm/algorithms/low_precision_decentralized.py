@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,12 +19,14 @@ from baguarun.comm.algorithms.stepper import (
     require_range,
 )
 from baguarun.comm.extension import load_extension
+from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
-from baguarun.comm.weights import FlatWeights
-from baguarun.contract import WorkerEnv
-from baguarun.errors import UsageError
+from baguarun.comm.weights import FlatWeights, exact_dtype
+from baguarun.errors import CommunicationError, UsageError
 
 _WIRES = {8: Wire.MINMAX8, 4: Wire.MINMAX4}
+_WHOLE = (0, 1)
+"""The shard of a rank that has no others to deal weights out to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,10 @@ class LowPrecisionDecentralized(Algorithm):
     its copies of their w, kept up to date by what they send, so they equal it bit for bit. Two ranks are each
     other's only neighbour: q = Q((x - w) + (L - w) / 2), one message (Bagua sends it twice and mixes by
     thirds, which makes two ranks swing around their average). Replicas differ.
+
+    By rail the ring is of nodes: x is the average of a node's ranks, dealt out over them; w and its copies
+    are of that, and all ranks of a node go on from the same weights. A single node has no neighbour: its
+    ranks average their weights as they are.
 
     When the World changes, the exchange under way is dropped, every rank keeps its own weights, w begins as
     these, and the new neighbours send each other theirs in full.
@@ -55,7 +63,8 @@ class LowPrecisionDecentralized(Algorithm):
     resync_interval: int = 0
     """Send w in full in every so manyth exchange, whatever the checksums say; 0: never."""
     hierarchical: Hierarchical = "auto"
-    """"auto" and False: the ring is of all ranks. True, a ring of nodes, is not there yet."""
+    """A ring of nodes, whose ranks have the same weights after an exchange, rather than of all ranks. "auto":
+    where several nodes have several workers."""
 
     def __post_init__(self) -> None:
         require_hierarchical(self.name, self.hierarchical)
@@ -69,12 +78,8 @@ class LowPrecisionDecentralized(Algorithm):
         del dtype, device
         return None
 
-    def check(self, env: WorkerEnv) -> None:
-        if self.hierarchical is True and env.num_nodes > 1 and env.local_world_size > 1:
-            raise UsageError(
-                f"{self.name}: hierarchical=True with {env.num_nodes} nodes of {env.local_world_size} "
-                "workers is not there yet; want False (a ring of all ranks) or one worker per node"
-            )
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def exchanges_with_few(self) -> bool:
         return True
@@ -87,7 +92,7 @@ class LowPrecisionDecentralized(Algorithm):
 
 
 class RingStepper(Stepper):
-    """The exchanges of one model. Keeps w and a copy of each neighbour's."""
+    """The exchanges of one model. Keeps w and a copy of each neighbour's; by rail, of its shard."""
 
     def __init__(self, context: StepContext, settings: LowPrecisionDecentralized) -> None:
         super().__init__(context)
@@ -98,34 +103,36 @@ class RingStepper(Stepper):
                 f"{settings.name}: the model is on {weights[0].device}; want it on the CPU, for the exchange "
                 "of coded differences is not there on accelerators yet"
             )
-        ahead = (context.rank + 1) % context.world_size
-        behind = (context.rank - 1) % context.world_size
-        self._neighbours = [behind] if behind == ahead else [behind, ahead]
-        self._own, *self._copies = (
-            context.weights.empty_copy(exact=True) for _ in range(1 + len(self._neighbours))
-        )
-        for copies in (self._own, *self._copies):
-            for tensor, buffer in zip(copies, weights, strict=True):
-                tensor.copy_(buffer)
+        # By rail: where weights become the node's. Not in place: if the exchange breaks, they are to stay.
+        self._averages = context.weights.empty_copy() if self.rails is not None else weights
+        self._neighbours, self._shard = _place(context)
+        if not self._part(weights):
+            # Fewer weights than shards.
+            self._neighbours = []
+        self._own, *self._copies = (self._exact_copy() for _ in range(1 + len(self._neighbours)))
         # Whether the copies are known to be what they are copies of.
         self._linked = False
         self._resumed = False
         # Steps ended when the last exchange began.
         self._sent_steps = 0
         self._extension = load_extension()
-        self._exchange = self._extension.DifferenceExchange(
-            context.group,
-            getattr(self._extension.Wire, _WIRES[settings.bits].value),
-            list(zip(weights, self._own, map(list, zip(*self._copies, strict=True)), strict=True)),
-        )
+        # None: without a neighbour.
+        self._exchange: Any = None
+        if self._neighbours:
+            coded = self._part(self._averages)
+            self._exchange = self._extension.DifferenceExchange(
+                context.group if context.rails is None else context.rails.rail,
+                getattr(self._extension.Wire, _WIRES[settings.bits].value),
+                list(zip(coded, self._own, map(list, zip(*self._copies, strict=True)), strict=True)),
+            )
         finish_at_exit(self, RingStepper.finish)
 
     def before_forward(self) -> None:
-        if self._linked:
+        if self._linked or not self._neighbours:
             return
         self._linked = True
         if not self._resumed:
-            for own, weights in zip(self._own, self.context.weights.buffers, strict=True):
+            for own, weights in zip(self._own, self._part(self.context.weights.buffers), strict=True):
                 own.copy_(weights)
             for copies in self._copies:
                 torch._foreach_copy_(copies, self._own)
@@ -135,28 +142,34 @@ class RingStepper(Stepper):
         self.steps += 1
         if self.steps % self._settings.communication_interval != 0:
             return
-        self.finish()
-        self._keep_linked(self.steps // self._settings.communication_interval)
-        self.rounds += 1
-        self.bytes_sent += self._exchange.bytes_per_round()
-        self._exchange.start()
-        self._sent_steps = self.steps
+        if self.rails is None:
+            self.rounds += 1
+            self._exchange_changes()
+        else:
+            self._exchange_by_rail(self.rails)
+        # All that began before has ended.
+        self.shared_steps, self._sent_steps = self._sent_steps, self.steps
 
     def finish(self) -> None:
         """Wait for the exchange under way."""
-        self._exchange.wait()
-        self.shared_steps = self._sent_steps
+        if self._exchange is not None:
+            with self._named():
+                self._exchange.wait()
+            self.shared_steps = self._sent_steps
 
     def state_dict(self) -> dict[str, Any]:
         self.finish()
         return {
             **super().state_dict(),
+            "shapes": self._shapes(self.context.weights.buffers),
+            "shard": list(self._shard),
             "own": [tensor.clone() for tensor in self._own],
             "copies": [[tensor.clone() for tensor in copies] for copies in self._copies],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        shapes, found = ([tensor.shape for tensor in kept] for kept in (self._own, state["own"]))
+        shapes = self._shapes(self.context.weights.buffers)
+        found = state.get("shapes", self._shapes(state["own"]))
         if shapes != found:
             raise UsageError(
                 f"{self._settings.name}: the state has weights of {found}, this model has {shapes}; want the "
@@ -164,13 +177,65 @@ class RingStepper(Stepper):
             )
         self.finish()
         super().load_state_dict(state)
+        self._linked, self._sent_steps = False, 0
+        # Of other nodes it may be of another shard: then w begins as the weights.
+        self._resumed = list(state.get("shard", _WHOLE)) == list(self._shard)
+        if not self._resumed or not self._neighbours:
+            return
         torch._foreach_copy_(self._own, state["own"])
         saved = state["copies"]
         for index, copies in enumerate(self._copies):
             # From a World of two or to one there are not as many; whatever differs is sent again.
             torch._foreach_copy_(copies, saved[index] if index < len(saved) else state["own"])
-        self._linked, self._resumed = False, True
-        self._sent_steps = 0
+
+    def _exchange_by_rail(self, rails: RailExchanger) -> None:
+        """Until the weights are the node's; what its owners send is on its way."""
+        weights = self.context.weights.buffers
+        torch._foreach_copy_(self._averages, weights)
+        if rails.num_nodes == 1:
+            self.average(self._averages).wait()
+            # Nothing is left on its way.
+            self._sent_steps = self.steps
+        else:
+            self.rounds += 1
+            self.bytes_sent += rails.bytes_per_exchange(self._averages, sends=False)
+            # There, not here: if it breaks, those of the node who wait for the result are told.
+            rails.average_in_nodes(self._averages, self._exchange_changes).wait()
+        torch._foreach_copy_(weights, self._averages)
+
+    def _exchange_changes(self) -> None:
+        """Begin an exchange with the neighbours, after the one before."""
+        self.finish()
+        self._keep_linked(self.steps // self._settings.communication_interval)
+        self.bytes_sent += self._exchange.bytes_per_round()
+        with self._named():
+            self._exchange.start()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors say which ranks are meant: those of a rail count by themselves."""
+        try:
+            yield
+        except CommunicationError as error:
+            if self.context.rails is None:
+                raise
+            rail = ", ".join(map(str, self.context.rails.layout.rail_of(self.context.rank)))
+            raise CommunicationError(f"between nodes, where ranks {rail} count from 0: {error}") from error
+
+    def _part(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank exchanges of `tensors`."""
+        return tensors if self.rails is None else self.rails.part(tensors)
+
+    def _exact_copy(self) -> list[torch.Tensor]:
+        """Room for w, with the weights of now in it; nothing without a neighbour."""
+        weights = self._part(self.context.weights.buffers) if self._neighbours else []
+        if self.rails is None:
+            kept = self.context.weights.empty_copy(exact=True)
+        else:
+            kept = [torch.empty_like(part, dtype=exact_dtype(part.dtype)) for part in weights]
+        for tensor, part in zip(kept, weights, strict=True):
+            tensor.copy_(part)
+        return kept
 
     def _keep_linked(self, exchange: int) -> None:
         every, check_every = self._settings.resync_interval, self._settings.check_interval
@@ -187,6 +252,10 @@ class RingStepper(Stepper):
                     stacklevel=2,
                 )
             self._send_again(drifted)
+
+    @staticmethod
+    def _shapes(tensors: list[torch.Tensor]) -> list[list[int]]:
+        return [list(tensor.shape) for tensor in tensors]
 
     def _differing_links(self) -> list[int]:
         """Positions of the neighbours with whom one of the two copies is wrong: both ends find the same."""
@@ -215,3 +284,16 @@ class RingStepper(Stepper):
             pending.append(PendingExchange(mine, theirs, self.context.group, to_rank=peer, from_rank=peer))
         for each in pending:
             each.wait()
+
+
+def _place(context: StepContext) -> tuple[list[int], tuple[int, int]]:
+    """The ranks before and after this one on the ring, if any, and its shard: which one of how many."""
+    rank, ring, shard = context.rank, tuple(range(context.world_size)), _WHOLE
+    if context.rails is not None:
+        layout = context.rails.layout
+        ring, shard = layout.rail_of(rank), (layout.node_of(rank).index(rank), layout.num_rails)
+    if len(ring) < 2:
+        return [], shard
+    place = ring.index(rank)
+    behind, ahead = ring[place - 1], ring[(place + 1) % len(ring)]
+    return [behind] if behind == ahead else [behind, ahead], shard

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baguarun.comm.algorithms import Decentralized, LowPrecisionDecentralized
-from baguarun.comm.rails import Hierarchical
 
 __all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
 
@@ -25,12 +24,10 @@ def DecentralizedAlgorithm(
 
 
 def LowPrecisionDecentralizedAlgorithm(
-    hierarchical: Hierarchical = "auto", communication_interval: int = 1
+    hierarchical: bool = True, communication_interval: int = 1
 ) -> LowPrecisionDecentralized:
     """Sends changes of the weights with 8 bits each to the two neighbours on a ring, after the step.
 
-    Bagua's default is `hierarchical=True`; here it is "auto", a ring of all ranks for the time being. Asking
-    for True on several nodes with several workers each is refused at construction until it is there. Two
-    ranks mix by halves, not by thirds.
+    With `hierarchical` nodes are the neighbours. Two of them mix by halves, not by thirds.
     """
     return LowPrecisionDecentralized(hierarchical=hierarchical, communication_interval=communication_interval)
