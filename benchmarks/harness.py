@@ -36,6 +36,8 @@ class Row:
     at_least: bool = False
     """Larger is better: want value >= target."""
     unit: str = ""
+    required: bool = False
+    """Missing the target fails the run without `--check`, too: the other figures cannot be relied on."""
 
     @property
     def reached(self) -> bool:
@@ -112,7 +114,8 @@ def _picture(text: str) -> Path:
 
 
 def finish(report: Report, options: argparse.Namespace) -> int:
-    """Print the table, write the JSON and return the exit code that `--check` asks for."""
+    """Print the table, write the JSON and return the exit code: 1 where a target is missed that is required,
+    or any with `--check`."""
     print(report.table())
     path = options.json or (None if options.quick else RESULTS / f"{report.name}.json")
     if path is not None:
@@ -122,8 +125,8 @@ def finish(report: Report, options: argparse.Namespace) -> int:
     if options.plot is not None:
         draw(json.loads(report.to_json()), options.plot)
         print(f"written: {options.plot}")
-    missed = [row.what for row in report.rows if not row.reached]
-    if options.check and missed:
+    missed = [row.what for row in report.rows if not row.reached and (options.check or row.required)]
+    if missed:
         print(f"missed: {'; '.join(missed)}", file=sys.stderr)
         return 1
     return 0

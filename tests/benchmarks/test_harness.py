@@ -52,6 +52,12 @@ def test_a_missed_target_fails_the_run_only_with_check(
     assert written["machine"]["cpus_usable"] >= 1
 
 
+def test_a_required_target_that_is_missed_fails_the_run_without_check(tmp_path: Path) -> None:
+    rows = [_row(1.0, 1.0), Row(what="w", peer="p", ours="o", value=2.0, target=1.0, required=True)]
+    report = Report(name="startup", title="title", quick=True, rows=rows)
+    assert finish(report, _options(tmp_path, check=False)) == 1
+
+
 def test_a_quick_run_does_not_overwrite_the_kept_results(capsys: pytest.CaptureFixture[str]) -> None:
     options = parser("startup", "").parse_args(["--quick"])
     assert finish(Report(name="startup", title="title", quick=True, rows=[_row(1, 1)]), options) == 0
