@@ -2,26 +2,58 @@
 
 Bytes are what leaves one host per step. Ring, rails and direct messages between N hosts of g ranks, R in
 all, with S bytes of gradients or weights: an all-reduce around a ring of ranks sends 2(R-1)/R S over the one
-edge that leaves a host; one by rail 2(N-1)/N S; direct messages among all ranks 2g(R-g)/R S.
+edge that leaves a host; one by rail 2(N-1)/N S; direct messages among all ranks 2g(R-g)/R S. PowerSGD's S is
+4r(m+k) bytes of each m x k matrix that it compresses, and all of the rest.
+
+A `_run` is a training in short, the warm-up its first tenth: its cost is the mean of its steps'.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-# What a full Ethernet frame carries of TCP with timestamps, and its headers.
+HEADER_BYTES = 66
+"""Of an Ethernet frame with TCP and its timestamps."""
+# What a full frame carries besides.
 _SEGMENT_BYTES = 1448
-_HEADER_BYTES = 66
 
-_CODED_GRADIENTS: dict[str, int | str] = {"bytegrad": 8, "qadam": 8, "qadam_1bit": 1, "sparse": "sparse"}
+_CODED_GRADIENTS: dict[str, int | str] = {
+    "bytegrad": 8,
+    "qadam": 8,
+    "qadam_1bit": 1,
+    "sparse": "1/100",
+    "sparse_64th": "1/64",
+    "sparse_16th": "1/16",
+}
 _CODED_NEIGHBOURS = {"low_precision_decentralized": 8, "low_precision_decentralized_4bit": 4}
 _WAITING = ("local_sgd", "diloco", "diloco_int8")
 """Who averages at the end of a step, and goes on when that is done."""
 _FRAGMENTS = 4
 """Of `diloco_overlapped`, which exchanges one of them at a time."""
 _BLOCK_BYTES = 4 * 2048
-_CODED_BYTES: dict[int | str, int] = {8: 2048 + 8, 4: 1024 + 8, 1: 256 + 4, "sparse": 20 * 6}
-"""Of a block of 2048 numbers in fp32: by bits, with its least and greatest or its mean; `sparse` keeps 20."""
+_CODED_BYTES: dict[int | str, int] = {
+    8: 2048 + 8,
+    4: 1024 + 8,
+    1: 256 + 4,
+    "1/100": 20 * 6,
+    "1/64": 32 * 6,
+    "1/16": 128 * 6,
+}
+"""Of a block of 2048 numbers in fp32: by bits, with its least and greatest or its mean; or by what `sparse`
+keeps, values and places."""
+_RANK = 1
+"""Of both PowerSGDs."""
+_LEAST_GAINS = {"power_sgd": 1, "ddp_powersgd": 2}
+"""How many times smaller than a matrix its factors must be; torch's `min_compression_rate`."""
+_RUNS = {
+    "qadam_run": (("gradient_allreduce", 1), ("qadam", 9)),
+    "qadam_1bit_run": (("gradient_allreduce", 1), ("qadam_1bit", 9)),
+    "power_sgd_run": (("gradient_allreduce", 2), ("power_sgd", 18)),
+    "ddp_powersgd_run": (("ddp", 2), ("ddp_powersgd", 18)),
+    "sparse_run": (("gradient_allreduce", 1), ("sparse_16th", 1), ("sparse_64th", 1), ("sparse", 27)),
+}
+"""What the steps of a run cost as much as, and how many of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +71,27 @@ class Cluster:
         return self.ranks // self.hosts
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What there is to exchange, in fp32."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 * sum(math.prod(shape) for shape in self.shapes)
+
+    def low_rank_bytes(self, rank: int, least_gain: int) -> int:
+        """With factors in place of matrices, where those are more than `least_gain` times smaller."""
+        sent = 0
+        for shape in self.shapes:
+            whole = math.prod(shape)
+            rows, columns = (shape[0], whole // shape[0]) if len(shape) > 1 and whole else (whole, 1)
+            factors = (rows + columns) * min(rank, rows, columns)
+            sent += factors if factors * least_gain < whole else whole
+        return 4 * sent
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one step on the wire."""
@@ -49,13 +102,15 @@ class Cost:
     """That follow each other, each waiting for the one before."""
     is_hidden: bool = True
     """Behind computation, as far as that is long enough; else training waits for all of it."""
+    stages: tuple[tuple[float, Cost], ...] = ()
+    """Of a run: shares of its steps and what one of them costs. The fields above are the mean then."""
 
     def wire_bytes(self) -> float:
         """With the headers of packets, which a limited wire takes time for.
 
         The hosts' NICs do not count them: they have frames whole that are cut up behind them.
         """
-        return self.host_bytes * (1 + _HEADER_BYTES / _SEGMENT_BYTES)
+        return self.host_bytes * (1 + HEADER_BYTES / _SEGMENT_BYTES)
 
     def seconds(self, cluster: Cluster) -> float:
         """The least that the wire needs."""
@@ -67,22 +122,42 @@ class Cost:
 
 def limit_s(cost: Cost, cluster: Cluster, alone_s: float) -> float:
     """The least that a step can take that computes for `alone_s`."""
+    if cost.stages:
+        return sum(share * limit_s(stage, cluster, alone_s) for share, stage in cost.stages)
     wire_s = cost.seconds(cluster)
     return max(alone_s, wire_s) if cost.is_hidden else alone_s + wire_s
 
 
-def cost_of(case: str, cluster: Cluster, size_bytes: int, rounds_per_step: float = 1.0) -> Cost | None:
+def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: float = 1.0) -> Cost | None:
     """The cost of a contestant's step; None where this model has no formula.
 
-    `size_bytes` are those of the gradients in fp32. `rounds_per_step` is what an algorithm did that chooses
-    by itself how often it exchanges.
+    `rounds_per_step` is what an algorithm did that chooses by itself how often it exchanges.
     """
-    name, _, transport = case.partition("@")
+    name, at, transport = case.partition("@")
     base, _, level = name.partition("+")
+    if base in _RUNS:
+        steps = sum(count for _, count in _RUNS[base])
+        found = (
+            (count / steps, cost_of(f"{one}{at}{transport}", cluster, gradients))
+            for one, count in _RUNS[base]
+        )
+        return _mean(tuple((share, cost) for share, cost in found if cost is not None))
+    size_bytes = gradients.size_bytes
     is_ring = transport == "gloo" or (base.startswith("ddp") and transport != "baguanet")
     if base in ("ddp", "ddp_fp16", "gradient_allreduce"):
         sent_bytes = size_bytes / 2 if base == "ddp_fp16" else size_bytes
         return _all_reduce(cluster, sent_bytes, by_rail=not is_ring or level == "rail")
+    if base in _LEAST_GAINS:
+        sent_bytes = gradients.low_rank_bytes(_RANK, _LEAST_GAINS[base])
+        # Ours has messages of its own, among all ranks; torch's are all-reduces.
+        is_ours = base == "power_sgd"
+        once = (
+            _direct(cluster, sent_bytes, by_rail=False)
+            if is_ours
+            else _all_reduce(cluster, sent_bytes, by_rail=not is_ring)
+        )
+        # One factor follows the other.
+        return replace(once, messages=2 * once.messages)
     if base in _CODED_GRADIENTS:
         coded_bytes = size_bytes * _ratio(_CODED_GRADIENTS[base])
         return _direct(cluster, coded_bytes, by_rail=level != "flat")
@@ -92,8 +167,9 @@ def cost_of(case: str, cluster: Cluster, size_bytes: int, rounds_per_step: float
         is_pair = cluster.hosts == 2 and (level != "flat" or cluster.per_host == 1)
         coded_bytes = size_bytes * _ratio(_CODED_NEIGHBOURS[base])
         return Cost(host_bytes=(1 if is_pair else 2) * coded_bytes, messages=1)
-    if base == "decentralized_shift_one":
-        return Cost(host_bytes=size_bytes, messages=1)
+    if base in ("decentralized_shift_one", "decentralized_exponential"):
+        senders = 1.0 if level != "flat" else _senders(cluster, is_exponential=base.endswith("exponential"))
+        return Cost(host_bytes=senders * size_bytes, messages=1)
     is_hidden = base not in _WAITING
     if base in ("decentralized", "async_model_average", "local_sgd", "diloco"):
         whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat")
@@ -115,6 +191,28 @@ def _direct(cluster: Cluster, coded_bytes: float, *, by_rail: bool) -> Cost:
         return Cost(host_bytes=2 * (cluster.hosts - 1) / cluster.hosts * coded_bytes, messages=2)
     outside = cluster.ranks - cluster.per_host
     return Cost(host_bytes=2 * cluster.per_host * outside / cluster.ranks * coded_bytes, messages=2)
+
+
+def _senders(cluster: Cluster, *, is_exponential: bool) -> float:
+    """How many of a host's ranks send to another host in an exchange, where ranks are the peers."""
+    if not is_exponential:
+        # Pairs lie across halves: for an even number of hosts, of which each is in one half.
+        return cluster.per_host
+    distances = [1 << power for power in range((cluster.ranks - 1).bit_length())]
+    leaving = [
+        (rank + distance) % cluster.ranks >= cluster.per_host
+        for distance in distances
+        for rank in range(cluster.per_host)
+    ]
+    return sum(leaving) / len(distances)
+
+
+def _mean(stages: tuple[tuple[float, Cost], ...]) -> Cost:
+    return Cost(
+        host_bytes=sum(share * cost.host_bytes for share, cost in stages),
+        messages=sum(share * cost.messages for share, cost in stages),
+        stages=stages,
+    )
 
 
 def _times(cost: Cost, rounds_per_step: float, *, is_hidden: bool) -> Cost:

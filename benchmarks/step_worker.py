@@ -1,10 +1,10 @@
 """One rank of the step benchmark: all contestants live in the same processes and take turns.
 
-A case is `ddp`, `ddp_fp16` or `ddp_powersgd`, on Gloo, or, with `@baguanet` behind the name, on baguarun's
-transport; `alone`, which communicates nothing; or one of baguarun's algorithms, by name or as in `VARIANTS`:
-on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or `+flat` before that, by rail
-between nodes or not, whatever its default. Started by `benchmarks/step.py` with torchrun's variables; rank 0
-writes the blocks as JSON to `--out`.
+A case is `ddp`, `ddp_fp16`, `ddp_powersgd` or `ddp_powersgd_run`, on Gloo, or, with `@baguanet` behind the
+name, on baguarun's transport; `alone`, which communicates nothing; or one of baguarun's algorithms, by name
+or as in `VARIANTS`: on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or `+flat`
+before that, by rail between nodes or not, whatever its default. Started by `benchmarks/step.py` with
+torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from baguarun.comm.algorithms import (
     PowerSGD,
     QAdam,
     QAdamOptimizer,
+    Sparse,
     resolve,
 )
 from baguarun.comm.algorithms.async_model_average import AsyncStepper
@@ -53,6 +54,7 @@ _BATCH = 32
 VARIANTS: dict[str, Algorithm] = {
     "low_precision_decentralized_4bit": LowPrecisionDecentralized(bits=4),
     "decentralized_shift_one": Decentralized(peer_selection_mode="shift_one"),
+    "decentralized_exponential": Decentralized(peer_selection_mode="exponential"),
     "diloco_int8": DiLoCo(wire="int8"),
     "diloco_overlapped": DiLoCo(wire="int8", fragments=4, delay_steps=20),
     "qadam": QAdam(),
@@ -61,11 +63,21 @@ VARIANTS: dict[str, Algorithm] = {
     "qadam_1bit_run": QAdam(bits=1),
     # As the peer, so that turns are of compressed steps only.
     "power_sgd": PowerSGD(start_step=2),
+    "power_sgd_run": PowerSGD(start_step=2),
+    "sparse": Sparse(warmup_steps=0),
+    "sparse_run": Sparse(warmup_steps=3),
 }
-"""Contestants whose settings are not the defaults. Of QAdam only compressed steps are looked at; in a `_run`,
-which begins anew with each turn, every tenth step is of the warm-up."""
+"""Contestants whose settings are not the defaults. Of those with a warm-up only compressed steps are looked
+at; in a `_run`, which begins anew again and again, every tenth step is of the warm-up."""
 
-_STEPS_OF_RUN = 10
+STEPS_OF_RUN = {
+    "qadam_run": 10,
+    "qadam_1bit_run": 10,
+    "power_sgd_run": 20,
+    "ddp_powersgd_run": 20,
+    "sparse_run": 30,
+}
+"""Ten times the warm-up: torch's PowerSGD has two steps at least, `sparse` three densities."""
 _STEPS_OF_ROUNDS = 1000
 """Rounds of `async_model_average` start some hundred steps apart."""
 
@@ -80,6 +92,8 @@ class Block:
     step_s: float
     sent_bytes_per_step: float
     """Rank 0's NIC; on loopback all ranks' traffic divided by the ranks."""
+    sent_packets_per_step: float = 0.0
+    """Of the same NIC: frames, as large as it takes them."""
     rounds_per_step: float = 1.0
     """Exchanges of weights; 1 for who exchanges something else."""
 
@@ -97,26 +111,37 @@ def build_model(name: str) -> tuple[torch.nn.Module, int]:
     raise ValueError(f"model {name}: want mlp or small")
 
 
-def wrap(
-    case: str, model: torch.nn.Module, gloo: dist.ProcessGroup
-) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model made distributed as contestant `case` does it, and its optimizer."""
+@dataclass(frozen=True)
+class Contestant:
+    """A model made distributed."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    begin_anew: Callable[[], None] | None = None
+    """Takes the next step for the first one; None for who has no warm-up."""
+
+
+def wrap(case: str, model: torch.nn.Module, gloo: dist.ProcessGroup) -> Contestant:
+    """The model made distributed as contestant `case` does it."""
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if case.startswith("ddp"):
         group = None if case.endswith("@baguanet") else gloo
         case = case.removesuffix("@baguanet")
+        is_powersgd = case.startswith("ddp_powersgd")
         # On Gloo the collectives that torch's PowerSGD starts in callbacks of several buckets cross.
-        cap_mb = 1024 if case == "ddp_powersgd" else None
+        cap_mb = 1024 if is_powersgd else None
         wrapped = DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
         )
         if case == "ddp_fp16":
             wrapped.register_comm_hook(group, fp16_compress_hook)
-        elif case == "ddp_powersgd":
-            wrapped.register_comm_hook(PowerSGDState(group, start_powerSGD_iter=2), powerSGD_hook)
-        return wrapped, optimizer
+        elif is_powersgd:
+            state = PowerSGDState(group, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook)
+            return Contestant(wrapped, optimizer, lambda: setattr(state, "iter", 0))
+        return Contestant(wrapped, optimizer)
     if case == "alone":
-        return model, optimizer
+        return Contestant(model, optimizer)
     name, _, transport = case.partition("@")
     base = name.partition("+")[0]
     algorithm: Any = VARIANTS.get(base) or resolve(base)
@@ -124,12 +149,17 @@ def wrap(
         algorithm = replace(algorithm, hierarchical=_HIERARCHICAL[name.partition("+")[2]])
     if isinstance(algorithm, QAdam):
         optimizer = QAdamOptimizer(model.parameters(), lr=1e-5, warmup_steps=1)
-    return baguarun.DistributedDataParallel(
+    ours = baguarun.DistributedDataParallel(
         model,
         optimizers=[optimizer],
         algorithm=algorithm,
         process_group=gloo if transport == "gloo" else None,
-    ), optimizer
+    )
+    if isinstance(optimizer, QAdamOptimizer):
+        return Contestant(ours, optimizer, lambda: _forget(optimizer))
+    if isinstance(algorithm, (PowerSGD, Sparse)):
+        return Contestant(ours, optimizer, lambda: _take_for_first(ours))
+    return Contestant(ours, optimizer)
 
 
 @dataclass(frozen=True)
@@ -151,16 +181,20 @@ class Training:
 def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Training:
     """The contestant `case`, untrained."""
     model, width = build_model(model_name)
-    wrapped, optimizer = wrap(case, model, gloo)
+    contestant = wrap(case, model, gloo)
+    wrapped, optimizer = contestant.model, contestant.optimizer
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = torch.randn(_BATCH, width, generator=generator)
     ours = wrapped if isinstance(wrapped, baguarun.DistributedDataParallel) else None
     exchanging = None if ours is None else ours._session.stepper
-    begins_anew = case.partition("@")[0].endswith("_run")
+    steps_of_run = STEPS_OF_RUN.get(case.partition("@")[0])
+    taken = 0
 
     def step() -> None:
-        if begins_anew and isinstance(optimizer, QAdamOptimizer) and optimizer.steps == _STEPS_OF_RUN:
-            _forget(optimizer)
+        nonlocal taken
+        if steps_of_run and contestant.begin_anew and taken > 0 and taken % steps_of_run == 0:
+            contestant.begin_anew()
+        taken += 1
         optimizer.zero_grad()
         wrapped(inputs).square().mean().backward()
         optimizer.step()
@@ -187,23 +221,32 @@ def _forget(optimizer: QAdamOptimizer) -> None:
         group["steps"] = 0
 
 
+def _take_for_first(model: baguarun.DistributedDataParallel) -> None:
+    """The engine's memory has counted no steps; what it owes stays."""
+    state = model.common_state()
+    counts = {name: 0 for name in ("steps", "rounds") if name in state}
+    model.adopt_common_state({**state, **counts})
+
+
 def period(case: str) -> int:
     """Steps after which what a case does repeats."""
     name = case.partition("@")[0].partition("+")[0]
-    if name.endswith("_run"):
-        return _STEPS_OF_RUN
+    if name in STEPS_OF_RUN:
+        return STEPS_OF_RUN[name]
     if name == AsyncModelAverage.name:
         return _STEPS_OF_ROUNDS
     return int(getattr(VARIANTS.get(name) or ALGORITHMS.get(name), "local_steps", 1))
 
 
-def sent_bytes() -> float:
-    """What this rank's NIC has sent; on loopback its share of what all ranks sent."""
+def sent() -> tuple[float, float]:
+    """Bytes and packets that this rank's NIC has sent; on loopback its share of what all ranks sent."""
     nic = os.environ["GLOO_SOCKET_IFNAME"]
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == nic:
-            return int(counters.split()[8]) / (dist.get_world_size() if nic == "lo" else 1)
+            share = dist.get_world_size() if nic == "lo" else 1
+            count_bytes, count_packets = counters.split()[8:10]
+            return int(count_bytes) / share, int(count_packets) / share
     raise RuntimeError(f"GLOO_SOCKET_IFNAME={nic}: no such interface here")
 
 
@@ -241,11 +284,14 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
         for case in rotated(cases, number):
             dist.barrier()
             rounds = trainings[case].rounds or (lambda: 0)
-            before, rounds_before = sent_bytes(), rounds()
+            bytes_before, packets_before = sent()
+            rounds_before = rounds()
             step_s = timed(trainings[case], steps[case])
-            moved = (sent_bytes() - before) / steps[case]
+            bytes_after, packets_after = sent()
+            moved = (bytes_after - bytes_before) / steps[case]
+            packets = (packets_after - packets_before) / steps[case]
             rate = (rounds() - rounds_before) / steps[case] if trainings[case].rounds else 1.0
-            blocks.append(Block(case, number, steps[case], step_s, moved, rate))
+            blocks.append(Block(case, number, steps[case], step_s, moved, packets, rate))
     return blocks
 
 
