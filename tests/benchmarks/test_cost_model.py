@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.algorithm_targets import Measured, judge, judge_latency
-from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients
+from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, medians
 from benchmarks.cost_model import Cluster, Cost, Gradients, cost_of, limit_s
 from benchmarks.harness import Row
 
@@ -178,6 +180,18 @@ def test_ours_is_compared_with_the_best_stock_one_on_either_transport() -> None:
     assert "10.00 x the best stock one on baguanet (ddp_fp16)" in by_case["power_sgd"]
     # Warm-up against warm-up.
     assert "1.20 x the best stock one on Gloo (ddp_powersgd_run)" in by_case["power_sgd_run"]
+
+
+def test_alone_is_no_pair_of_a_contestant() -> None:
+    def block(case: str, number: int, step_s: float) -> dict[str, Any]:
+        sent = {"sent_bytes_per_step": 132.0, "sent_packets_per_step": 1.0, "rounds_per_step": 1.0}
+        return {"case": case, "round": number, "step_s": step_s, **sent}
+
+    turns = [("alone", 0, 0.1), ("ddp", 0, 4.0), ("bytegrad", 0, 1.0), ("ddp", 1, 8.0), ("bytegrad", 1, 2.0)]
+    found = medians([block(*turn) for turn in [*turns, ("alone", 0, 0.3)]])
+    assert found["alone"].step_s == pytest.approx(0.2)
+    assert found["bytegrad"].ratio_to_ddp == 0.25
+    assert found["bytegrad"].payload_bytes == 66.0
 
 
 def test_a_little_slower_is_allowed_only_where_no_win_is_predicted() -> None:
