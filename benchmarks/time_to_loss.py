@@ -28,6 +28,7 @@ _CASES = (
     "gradient_allreduce",
     "bytegrad",
     "bytegrad@gloo",
+    "power_sgd",
     "decentralized_shift_one",
     "local_sgd",
     "diloco",
