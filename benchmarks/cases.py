@@ -6,7 +6,7 @@ earnest would not be exchanged at all here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,8 @@ Parameters = list[nn.Parameter]
 
 _POWERSGD_RANK = 8
 """Of 1, 2, 4 and 8 the one with which torch's PowerSGD is first at the target of `time_to_loss.py`."""
+_SGD_BY_ADAM = 100.0
+"""Of 30, 100 and 300 the one with which DDP ends lowest on both examples; with 300 it diverges on one."""
 
 
 def adam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
@@ -45,6 +47,11 @@ def adam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
 def qadam(parameters: Parameters, learning_rate: float, warmup_steps: int = 40) -> torch.optim.Optimizer:
     """By default a fifth of a run of 200 steps in full precision."""
     return QAdamOptimizer(parameters, learning_rate, warmup_steps=warmup_steps)
+
+
+def sgd(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
+    """With momentum. The learning rate is Adam's, whose steps are of that size whatever the gradient's."""
+    return torch.optim.SGD(parameters, lr=_SGD_BY_ADAM * learning_rate, momentum=0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,24 +65,37 @@ class Case:
     synchronous: bool = True
     """All replicas are equal after every step, as DDP's are."""
     optimizer: Callable[[Parameters, float], torch.optim.Optimizer] = adam
-    """Made from parameters and learning rate; whatever is not Adam must be compared with Adam."""
+    """Made from parameters and learning rate."""
+    peers: tuple[str, ...] = ("ddp",)
+    """Cases that this one's loss and memory are compared with, the first one for memory: with the optimizer
+    that a user would have otherwise, and with this very one, where that is another."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Torch's own."""
+        return self.algorithm is None
 
 
 CASES: dict[str, Case] = {
     "ddp": Case(),
     "ddp_fp16": Case(hook="fp16"),
     "ddp_powersgd": Case(hook="powersgd"),
+    "ddp_qadam": Case(optimizer=qadam),
+    "ddp_sgd": Case(optimizer=sgd),
     "gradient_allreduce": Case(algorithm=GradientAllReduce()),
     "bytegrad": Case(algorithm=ByteGrad()),
     "bytegrad_feedback": Case(algorithm=ByteGrad(error_feedback=True)),
-    "qadam": Case(algorithm=QAdam(), optimizer=qadam),
-    "qadam_1bit": Case(algorithm=QAdam(bits=1), optimizer=qadam),
+    # The peer of both is DDP with Adam, which they replace, frozen variance and all; and DDP with the same
+    # optimizer, which shows what few bits alone cost.
+    "qadam": Case(algorithm=QAdam(), optimizer=qadam, peers=("ddp", "ddp_qadam")),
+    "qadam_1bit": Case(algorithm=QAdam(bits=1), optimizer=qadam, peers=("ddp", "ddp_qadam")),
     # The most that travels: with less, numbers come too late for so few steps. Adam would divide what comes
-    # seldom by what it takes for its usual size.
-    "sparse": Case(algorithm=Sparse(density=1 / 8, warmup_steps=40), optimizer=qadam),
+    # seldom by what it takes for its usual size: it is for SGD.
+    "sparse": Case(algorithm=Sparse(density=1 / 8, warmup_steps=40), optimizer=sgd, peers=("ddp_sgd",)),
     # With the peer's rank neither comes within a standard deviation of DDP's loss.
     "power_sgd": Case(algorithm=PowerSGD(rank=2 * _POWERSGD_RANK, start_step=10)),
     "low_precision_decentralized": Case(algorithm=LowPrecisionDecentralized(), synchronous=False),
+    "low_precision_decentralized_4bit": Case(algorithm=LowPrecisionDecentralized(bits=4), synchronous=False),
     "decentralized": Case(algorithm=Decentralized(), synchronous=False),
     "decentralized_shift_one": Case(
         algorithm=Decentralized(peer_selection_mode="shift_one"), synchronous=False
@@ -83,6 +103,13 @@ CASES: dict[str, Case] = {
     "local_sgd": Case(algorithm=LocalSGD(local_steps=4), synchronous=False),
     # With the paper's momentum of 0.9 the first outer steps, of which a short run has few others, are short.
     "diloco": Case(algorithm=DiLoCo(local_steps=20, outer_momentum=0.5, wire="bf16"), synchronous=False),
+    # As in `algorithms.py` but for momentum and rounds of 20 and 40 steps in place of 100: a fragment's
+    # average is applied 20 steps after it set out, as there.
+    "diloco_int8": Case(algorithm=DiLoCo(local_steps=20, outer_momentum=0.5, wire="int8"), synchronous=False),
+    "diloco_overlapped": Case(
+        algorithm=DiLoCo(local_steps=40, outer_momentum=0.5, wire="int8", fragments=4, delay_steps=20),
+        synchronous=False,
+    ),
     "async_model_average": Case(algorithm=AsyncModelAverage(sync_interval_ms=100), synchronous=False),
 }
 
@@ -94,6 +121,13 @@ def chosen(words: str) -> list[str]:
     if unknown:
         raise SystemExit(f"--cases: {', '.join(unknown)}: want some of {', '.join(CASES)}")
     return names
+
+
+def with_peers(names: Iterable[str]) -> list[str]:
+    """And those that they are compared with, first."""
+    names = list(names)
+    peers = (peer for name in names for peer in case_of(name).peers)
+    return list(dict.fromkeys(("ddp", *peers, *names)))
 
 
 def is_on_gloo(name: str) -> bool:

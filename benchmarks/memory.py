@@ -2,9 +2,9 @@
 hosts with two each, where algorithms that can do so exchange by rail.
 
 What counts is the high-water mark of the resident set (VmHWM), from the start of a fresh process to the end
-of some steps with Adam, exchanges of weights and compressed steps included. The model is large, so that
-little else is seen; DDP keeps its gradients as views of its buckets, the leaner of its two ways. On
-`--networks loopback` memory that ranks share is counted in each of them.
+of some steps with Adam (`sparse` and its peer: SGD with momentum), exchanges of weights and compressed steps
+included. The model is large, so that little else is seen; DDP keeps its gradients as views of its buckets,
+the leaner of its two ways. On `--networks loopback` memory that ranks share is counted in each of them.
 
 Needs root for hosts (network namespaces, `tests/lab`).
 """
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.cases import CASES, case_of, chosen
+from benchmarks.cases import CASES, case_of, chosen, with_peers
 from benchmarks.harness import Report, Row, finish, interleave, parser
 from benchmarks.ratios import Summary
 from benchmarks.step import HOSTS, LOOPBACK, Network, run_ranks
@@ -33,18 +33,18 @@ def goes_by_rail(name: str) -> bool:
 
 
 def contestants(network: Network, names: Sequence[str]) -> list[str]:
-    """Those of the cases that tell something on this network, `ddp` first."""
-    return [name for name in names if network is not _PAIRS or name == "ddp" or goes_by_rail(name)]
+    """Those of the cases that tell something on this network, and what they are compared with, first."""
+    return with_peers(name for name in names if network is not _PAIRS or goes_by_rail(name))
 
 
 def rows(network: Network, peaks_mb: Mapping[str, Sequence[float]], model_mb: float) -> list[Row]:
-    """One line per case: how far its peak is above DDP's, in sizes of the model."""
-    theirs = Summary.of(peaks_mb["ddp"])
+    """One line per case: how far its peak is above its first peer's, in sizes of the model."""
     result = []
     for name, peaks in peaks_mb.items():
-        if name == "ddp":
+        peer = case_of(name).peers[0]
+        if name == peer:
             continue
-        ours = Summary.of(peaks)
+        ours, theirs = Summary.of(peaks), Summary.of(peaks_mb[peer])
         result.append(
             Row(
                 what=f"{network.name}: above DDP's peak: {name}",

@@ -37,6 +37,8 @@ def shortened(case: cases.Case) -> cases.Case:
         return case
     changes = {name: steps for name, steps in _SHORT.items() if hasattr(case.algorithm, name)}
     changes |= {name: _START for name in _STARTS if getattr(case.algorithm, name, 0) > _START}
+    if getattr(case.algorithm, "delay_steps", 0) > 0:
+        changes |= {"local_steps": case.algorithm.fragments, "delay_steps": 1}
     optimizer = case.optimizer
     if optimizer is cases.qadam:
         optimizer = functools.partial(cases.qadam, warmup_steps=_START)

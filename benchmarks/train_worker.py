@@ -63,6 +63,9 @@ def train(
             # Only the copy is on the clock; what it is worth is found out afterwards.
             elapsed_s = time.perf_counter() - started
             taken.append((step, elapsed_s, [weight.detach().clone() for weight in model.parameters()]))
+    if isinstance(model, baguarun.DistributedDataParallel):
+        # Waits for what is under way: slower ranks need it, and the next contestant has the same group.
+        model.algorithm_state_dict()
     seconds = torch.tensor([elapsed_s for _, elapsed_s, _ in taken], dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     losses = [validation_loss(task, model, weights) for _, _, weights in taken]

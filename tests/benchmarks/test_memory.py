@@ -28,18 +28,29 @@ def test_the_target_is_that_of_bytegrad_without_residuals() -> None:
 
 def test_hosts_of_several_ranks_are_for_those_that_exchange_by_rail_there() -> None:
     pairs, names = memory.NETWORKS["pairs"], ["ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "sparse"]
-    assert memory.contestants(pairs, names) == ["ddp", "bytegrad", "sparse"]
-    assert memory.contestants(HOSTS, names) == names
+    assert memory.contestants(pairs, names) == ["ddp", "ddp_sgd", "bytegrad", "sparse"]
+    assert memory.contestants(HOSTS, names) == ["ddp", "ddp_sgd", *names[1:]]
+
+
+def test_memory_is_compared_with_a_peer_of_the_same_optimizer() -> None:
+    peaks = {"ddp": [1000.0], "ddp_sgd": [600.0], "sparse": [1000.0]}
+    rows = memory.rows(HOSTS, peaks, model_mb=200.0)
+    assert [row.value for row in rows] == [-200.0, 200.0]
 
 
 def test_memory_is_measured_with_periods_so_short_that_exchanges_happen() -> None:
     assert shortened(Case(algorithm=DiLoCo(local_steps=20))).algorithm == DiLoCo(local_steps=2)
     assert shortened(CASES["power_sgd"]).algorithm == PowerSGD(rank=16, start_step=2)
     weight = torch.nn.Parameter(torch.zeros(1))
-    for name in ("qadam", "qadam_1bit", "sparse"):
+    assert shortened(CASES["sparse"]).algorithm.warmup_steps == 2
+    for name in ("qadam", "qadam_1bit"):
         optimizer = shortened(CASES[name]).optimizer([weight], 1e-3)
         assert isinstance(optimizer, QAdamOptimizer)
         assert optimizer.warmup_steps == 2
+    overlapped = DiLoCo(local_steps=40, fragments=4, delay_steps=20)
+    assert shortened(Case(algorithm=overlapped)).algorithm == DiLoCo(
+        local_steps=4, fragments=4, delay_steps=1
+    )
     assert shortened(CASES["bytegrad"]) == CASES["bytegrad"]
     assert shortened(CASES["ddp"]) == CASES["ddp"]
 

@@ -16,7 +16,8 @@ import torch
 
 from baguarun.comm.algorithms import ALGORITHMS
 from benchmarks import quality, time_to_loss
-from benchmarks.cases import CASES, chosen, is_on_gloo
+from benchmarks.cases import CASES, chosen, is_on_gloo, with_peers
+from benchmarks.step_worker import VARIANTS
 from benchmarks.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +77,47 @@ def test_a_synchronous_algorithm_may_be_one_standard_deviation_worse_and_others_
     assert [round(row.value, 3) for row in rows] == [1.0, 1.167, 3.0]
     assert [row.target for row in rows] == [1.0, 1.0, None]
     assert "bytegrad (2 of 3 under 2.5)" in rows[0].what
+
+
+def test_torchs_own_are_compared_and_not_judged() -> None:
+    found = [*curves("ddp", [2.0, 2.2, 2.4]), *curves("ddp_powersgd", [9.0, 9.0, 9.0])]
+    (row,) = quality.rows(found)
+    assert "ddp_powersgd" in row.what and row.target is None
+
+
+def test_each_case_is_held_to_a_peer_with_its_optimizer() -> None:
+    found = [
+        *curves("ddp", [2.0, 2.2, 2.4]),
+        *curves("ddp_sgd", [3.0, 3.2, 3.4]),
+        *curves("ddp_qadam", [2.1, 2.2, 2.3]),
+        *curves("sparse", [3.1, 3.2, 3.3]),
+        *curves("qadam", [2.2, 2.3, 2.4]),
+    ]
+    rows = {row.what.partition(" (")[0]: row for row in quality.rows(found)}
+    judged = {what: round(row.value, 3) for what, row in rows.items() if row.target is not None}
+    assert judged == {
+        "charlm: sparse to ddp_sgd": 0.0,
+        "charlm: qadam": 0.5,
+        "charlm: qadam to ddp_qadam": 1.0,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_one_peer_at_least_has_the_same_optimizer_and_is_torchs(name: str) -> None:
+    peers = [CASES[peer] for peer in CASES[name].peers]
+    assert all(peer.is_stock for peer in peers)
+    assert CASES[name].is_stock or CASES[name].optimizer in [peer.optimizer for peer in peers]
+
+
+def test_peers_take_part_even_if_nobody_names_them() -> None:
+    assert with_peers(["ddp", "sparse"]) == ["ddp", "ddp_sgd", "sparse"]
+    assert with_peers(["ddp", "qadam", "bytegrad"]) == ["ddp", "ddp_qadam", "qadam", "bytegrad"]
+
+
+@pytest.mark.parametrize("name", ["low_precision_decentralized_4bit", "diloco_int8", "diloco_overlapped"])
+def test_quality_is_of_what_speed_is_measured_of(name: str) -> None:
+    timed, trained = vars(VARIANTS[name]), vars(CASES[name].algorithm)
+    assert {key for key in timed if timed[key] != trained[key]} <= {"local_steps", "outer_momentum"}
 
 
 def test_the_clock_stops_where_the_curve_is_first_at_the_target() -> None:
