@@ -107,16 +107,16 @@ class DataParallelSession:
         self._memory: EngineMemory | None = None
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
-        parent = _require_group(process_group)
         try:
             parameters = trainable_parameters(module)
             _require_optimizers(algorithm, optimizers)
             self._stages = algorithm.make_stages(parameters, optimizers)
             algorithm.check(read_worker_env())
         except UsageError as error:
-            if dist.get_world_size(parent) > 1:
-                refuse_with_others(error, parent, device_of(module))
+            if dist.is_initialized() and dist.get_world_size(process_group) > 1:
+                refuse_with_others(error, _require_group(process_group), device_of(module))
             raise
+        parent = _require_group(process_group)
         self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
         timeline.start_if_asked()

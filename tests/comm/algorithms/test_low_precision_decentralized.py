@@ -320,7 +320,8 @@ def test_weights_on_another_device_than_the_cpu_are_refused() -> None:
 
 def test_it_is_known_by_name_and_by_baguas_names() -> None:
     assert resolve("low_precision_decentralized") == LowPrecisionDecentralized()
-    assert BaguaAlgorithm.init("low_precision_decentralized") == LowPrecisionDecentralized()
+    theirs = BaguaAlgorithm.init("low_precision_decentralized")
+    assert theirs == LowPrecisionDecentralized(hierarchical=True)
     assert list(inspect.signature(LowPrecisionDecentralizedAlgorithm).parameters) == [
         "hierarchical",
         "communication_interval",
