@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,9 @@ class DataParallelSession:
             algorithm.check(read_worker_env())
         except UsageError as error:
             if dist.is_initialized() and dist.get_world_size(process_group) > 1:
-                refuse_with_others(error, _require_group(process_group), device_of(module))
+                # Whoever has gone already cannot be told; what is wrong here is the same.
+                with suppress(CommunicationError):
+                    refuse_with_others(error, _require_group(process_group), device_of(module))
             raise
         parent = _require_group(process_group)
         self._parameters = [parameter for _, parameter in parameters]

@@ -146,7 +146,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
         found = [optimizer for each in self._together if (optimizer := each()) is not None] or [self]
         if all(optimizer.steps >= optimizer.warmup_steps for optimizer in found):
             for optimizer in found:
-                optimizer._freeze()
+                # Of a checkpoint some may be frozen already.
+                if optimizer.in_warmup:
+                    optimizer._freeze()
 
     def _finite(self) -> bool:
         gradients = [
