@@ -178,8 +178,9 @@ class RingStepper(Stepper):
         self.finish()
         super().load_state_dict(state)
         self._linked, self._sent_steps = False, 0
-        # Of other nodes it may be of another shard: then w begins as the weights.
-        self._resumed = list(state.get("shard", _WHOLE)) == list(self._shard)
+        # Of other nodes it may be of another shard, of one node of none: then w begins as the weights.
+        is_same = list(state.get("shard", _WHOLE)) == list(self._shard)
+        self._resumed = is_same and self._shapes(state["own"]) == self._shapes(self._own)
         if not self._resumed or not self._neighbours:
             return
         torch._foreach_copy_(self._own, state["own"])
