@@ -50,6 +50,18 @@ std::string agreeOnNonce(const net::BlobExchange& exchange, int size) {
   return all[0].substr(sizeText.size());
 }
 
+// How errors call the group. Ranks in them count within it, so its place in the World is told with its name.
+std::string nameOf(const BaguanetBackend::Options& options) {
+  const std::vector<uint64_t>& members = options.global_ranks_in_group;
+  std::string list;
+  bool areTheSame = true;
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    areTheSame = areTheSame && members[rank] == rank;
+    list += (rank > 0 ? ", " : "") + std::to_string(members[rank]);
+  }
+  return areTheSame ? options.group_name : options.group_name + " (its ranks are the World's " + list + ")";
+}
+
 void checkTag(int tag) { TORCH_CHECK_VALUE(tag >= 0, "baguanet: found tag ", tag, "; want zero or more"); }
 
 }  // namespace
@@ -98,7 +110,7 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store,
       byStore->failed(error.what());
     }
     const Label label{.operation = "joining"};
-    std::rethrow_exception(translate(std::current_exception(), label, options_->group_name));
+    std::rethrow_exception(translate(std::current_exception(), label, nameOf(*options_)));
   }
 }
 
@@ -112,7 +124,7 @@ void BaguanetBackend::join(const net::BlobExchange& exchange, milliseconds timeo
                                            .beats = beats,
                                            .check = [] { LiveGroups::ofProcess().throwIfInterrupted(); }};
   driver_ =
-      std::make_shared<Driver>(std::make_unique<net::Communicator>(options, exchange), options_->group_name);
+      std::make_shared<Driver>(std::make_unique<net::Communicator>(options, exchange), nameOf(*options_));
   driver_->beat();
   LiveGroups::ofProcess().add(driver_);
 }

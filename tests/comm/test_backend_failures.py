@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from baguarun.elastic.training.in_place import blamed
 from tests.comm.ranks import Outcome, run_ranks, run_ranks_to_the_end
 
 
@@ -68,6 +69,24 @@ def test_survivors_of_a_killed_rank_get_an_error_that_names_it(operation: str) -
         assert outcome.error is None, outcome.traceback
         assert "rank 2" in outcome.value and "imed out" not in outcome.value, outcome.value
         assert ("all_reduce" if operation == "async" else operation) in outcome.value
+
+
+def one_of_a_smaller_group_is_killed() -> str:
+    group, rank = dist.new_group([1, 3]), dist.get_rank()
+    if rank in (0, 2):
+        return ""
+    dist.barrier(group=group)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return text_of(lambda: dist.all_reduce(torch.ones(50_000), group=group))
+
+
+def test_an_error_in_a_group_of_some_ranks_says_which_ranks_of_the_world_these_are() -> None:
+    outcomes = run_ranks_to_the_end(one_of_a_smaller_group_is_killed, 4)
+    said = outcomes[1].value
+    assert outcomes[3].died and outcomes[1].error is None, outcomes[1].traceback
+    assert "(its ranks are the World's 1, 3): rank 1 (" in said, said
+    assert blamed(said) == 3
 
 
 def survivors_go_on(folder: str) -> float:

@@ -373,10 +373,15 @@ def _listen() -> socket.socket:
 
 
 def blamed(reason: str) -> int | None:
-    """The rank that the transport blames, which it names first, with its address, or as the first of those
-    that did not come; None for other errors."""
+    """The rank of the World that the transport blames, which it names first, with its address, or as the
+    first of those that did not come; None for other errors."""
     found = re.search(r"\brank (\d+) \(|\bdid not come within \d+ ms: (\d+)", reason)
-    return int(found[1] or found[2]) if found else None
+    if found is None:
+        return None
+    rank = int(found[1] or found[2])
+    # Of a group of some of the ranks, it counts within that.
+    some = re.search(r"\(its ranks are the World's (\d+(?:, \d+)*)\): ", reason[: found.start()])
+    return rank if some is None else int(some[1].split(", ")[rank])
 
 
 def is_silence(reason: str) -> bool:

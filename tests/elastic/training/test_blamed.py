@@ -16,6 +16,16 @@ from baguarun.elastic.training.in_place import blamed, is_silence
             12,
         ),
         ("baguanet: barrier in group x: the communicator was aborted: a worker is lost", None),
+        (
+            "CommunicationError: exchange of weights failed: baguanet: receive from rank 1 in group 3b64 "
+            "(its ranks are the World's 4, 12): rank 1 (10.0.0.3:33055): its connection was reset",
+            12,
+        ),
+        (
+            "CommunicationError: baguanet: joining in group 3b64 (its ranks are the World's 4, 12): of 2 "
+            "ranks, these did not come within 5000 ms: 0",
+            4,
+        ),
         ("CommunicationError: of 4 ranks, these did not come within 5000 ms: 2, 3", 2),
         ("CommunicationError: rank 1 of 2 could not enter: rank 0 (a:1): its store is not reached: x", 0),
         ("DistBackendError: NCCL error in rank 3", None),
