@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,6 +187,12 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
+def device_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
+    """`wanted`, if `group` has a backend for it, or else a device that it has one for."""
+    types: list[torch.device] = group._device_types
+    return wanted if wanted.type in {each.type for each in types} else types[0]
+
+
 def on_one_host(group: dist.ProcessGroup) -> bool:
     """Whether all ranks are processes of one machine that see each other and one network. Collective.
 
@@ -210,18 +217,22 @@ def find_nodes(group: dist.ProcessGroup) -> NodeLayout:
 def group_like(
     group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, name: str
 ) -> dist.ProcessGroup:
-    """A group of some `ranks` of `group`, with its backend for `device` and its timeout.
+    """A group of some `ranks` of `group`, in their order, with its backend for `device` and its timeout.
 
     Collective over `ranks`, all of which must be in as many groups: see `same_number_of_groups`.
     """
     backend = backend_of(group, device)
-    members = dist.get_process_group_ranks(group)
+    all_members = dist.get_process_group_ranks(group)
+    members = [all_members[rank] for rank in ranks]
+    # Not every torch of ours has it, and it is for nodes whose ranks do not follow one another.
+    order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
     made: dist.ProcessGroup = dist.new_group(
-        ranks=[members[rank] for rank in ranks],
+        ranks=members,
         backend=backend.name(),
         timeout=backend.options._timeout,
         use_local_synchronization=True,
         group_desc=f"baguarun {name}",
+        **order,
     )
     abort_with_others(made)
     return made

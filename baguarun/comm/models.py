@@ -40,9 +40,11 @@ def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where its first parameter that requires a gradient is; the CPU if it has none."""
-    trained = (parameter.device for parameter in module.parameters() if parameter.requires_grad)
-    return next(trained, torch.device("cpu"))
+    """Where its first parameter that requires a gradient is, or else its first one; the CPU without any."""
+    first = next(module.parameters(), None)
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    found = next(trained, first)
+    return torch.device("cpu") if found is None else found.device
 
 
 def bucket_limits(

@@ -121,7 +121,7 @@ class RailExchanger:
     def _run_or_abort(self, tensors: Sequence[torch.Tensor], between: Callable[[Shards], None]) -> None:
         try:
             self._run(tensors, between)
-        except (RuntimeError, CommunicationError):
+        except Exception:
             # Others of the node and the rail wait for this rank. Gloo's abort() does nothing: there they wait
             # until this process has ended, or for the group's timeout.
             for group in (self.groups.node, self.groups.rail):

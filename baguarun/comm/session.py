@@ -23,7 +23,7 @@ from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
-from baguarun.comm.groups import engine_group, read_worker_env
+from baguarun.comm.groups import device_in, engine_group, read_worker_env
 from baguarun.comm.legacy import Legacy, take_over_engine
 from baguarun.comm.models import bucket_limits, device_of, find_tensors, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
@@ -116,7 +116,8 @@ class DataParallelSession:
             if dist.is_initialized() and dist.get_world_size(process_group) > 1:
                 # Whoever has gone already cannot be told; what is wrong here is the same.
                 with suppress(CommunicationError):
-                    refuse_with_others(error, _require_group(process_group), device_of(module))
+                    group = _require_group(process_group)
+                    refuse_with_others(error, group, device_in(group, device_of(module)))
             raise
         parent = _require_group(process_group)
         self._parameters = [parameter for _, parameter in parameters]
@@ -511,7 +512,7 @@ class DataParallelSession:
 
     def _make_spec(self, operation: Operation) -> Any:
         spec = operation_spec(operation)
-        if self._rails is not None:
+        if self._rails is not None and len(self._rails.layout.nodes) > 1:
             spec.exchange_by_rail(self._rails.for_engine(load_extension()))
         return spec
 

@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 def live_on_nodes(sizes: Sequence[int]) -> None:
     """Have this rank say that it is on one of nodes with so many workers, as a launcher would tell it."""
+    live_among([node for node, size in enumerate(sizes) for _ in range(size)])
+
+
+def live_among(nodes: Sequence[int]) -> None:
+    """The same, with the node of each rank."""
     rank = dist.get_rank()
-    for node, size in enumerate(sizes):
-        if rank < size:
-            os.environ.update(
-                GROUP_RANK=str(node),
-                GROUP_WORLD_SIZE=str(len(sizes)),
-                LOCAL_RANK=str(rank),
-                LOCAL_WORLD_SIZE=str(size),
-            )
-            return
-        rank -= size
-    raise ValueError(f"rank {dist.get_rank()} has no place on nodes of {list(sizes)}")
+    node = nodes[rank]
+    os.environ.update(
+        GROUP_RANK=str(node),
+        GROUP_WORLD_SIZE=str(len(set(nodes))),
+        LOCAL_RANK=str(nodes[:rank].count(node)),
+        LOCAL_WORLD_SIZE=str(nodes.count(node)),
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from baguarun.comm.extension import load_extension
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights, exact_dtype
-from baguarun.errors import CommunicationError, UsageError
+from baguarun.errors import UsageError
 
 _WIRES = {8: Wire.MINMAX8, 4: Wire.MINMAX4}
 _WHOLE = (0, 1)
@@ -105,10 +104,12 @@ class RingStepper(Stepper):
             )
         # By rail: where weights become the node's. Not in place: if the exchange breaks, they are to stay.
         self._averages = context.weights.empty_copy() if self.rails is not None else weights
-        self._neighbours, self._shard = _place(context)
-        if not self._part(weights):
-            # Fewer weights than shards.
-            self._neighbours = []
+        ring, self._shard = _place(context)
+        # Positions on the ring, so ranks of the group that exchanges; none with fewer weights than shards.
+        self._neighbours = _neighbours(ring, context.rank) if self._part(weights) else []
+        self._ring = ring
+        # Of one node nothing leaves it.
+        self._group = (None if context.rails is None else context.rails.rail) or context.group
         self._own, *self._copies = (self._exact_copy() for _ in range(1 + len(self._neighbours)))
         # Whether the copies are known to be what they are copies of.
         self._linked = False
@@ -121,7 +122,7 @@ class RingStepper(Stepper):
         if self._neighbours:
             coded = self._part(self._averages)
             self._exchange = self._extension.DifferenceExchange(
-                context.group if context.rails is None else context.rails.rail,
+                self._group,
                 getattr(self._extension.Wire, _WIRES[settings.bits].value),
                 list(zip(coded, self._own, map(list, zip(*self._copies, strict=True)), strict=True)),
             )
@@ -153,8 +154,7 @@ class RingStepper(Stepper):
     def finish(self) -> None:
         """Wait for the exchange under way."""
         if self._exchange is not None:
-            with self._named():
-                self._exchange.wait()
+            self._exchange.wait()
             self.shared_steps = self._sent_steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,19 +209,7 @@ class RingStepper(Stepper):
         self.finish()
         self._keep_linked(self.steps // self._settings.communication_interval)
         self.bytes_sent += self._exchange.bytes_per_round()
-        with self._named():
-            self._exchange.start()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors say which ranks are meant: those of a rail count by themselves."""
-        try:
-            yield
-        except CommunicationError as error:
-            if self.context.rails is None:
-                raise
-            rail = ", ".join(map(str, self.context.rails.layout.rail_of(self.context.rank)))
-            raise CommunicationError(f"between nodes, where ranks {rail} count from 0: {error}") from error
+        self._exchange.start()
 
     def _part(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank exchanges of `tensors`."""
@@ -245,11 +233,11 @@ class RingStepper(Stepper):
         elif check_every > 0 and exchange % check_every == 0:
             drifted = self._differing_links()
             if drifted:
+                ranks = ", ".join(str(self._ring[self._neighbours[index]]) for index in drifted)
                 warnings.warn(
                     f"{self._settings.name}: in step {self.steps} this rank ({self.context.rank}) and rank "
-                    f"{', '.join(str(self._neighbours[index]) for index in drifted)} found that a copy of "
-                    "weights had drifted; both sent them again. Damaged memory does that, and so does code "
-                    "that lets only some ranks flush denormal numbers to zero",
+                    f"{ranks} found that a copy of weights had drifted; both sent them again. Damaged memory "
+                    "does that, and so does code that lets only some ranks flush denormal numbers to zero",
                     stacklevel=2,
                 )
             self._send_again(drifted)
@@ -282,19 +270,23 @@ class RingStepper(Stepper):
         pending = []
         for link, mine, theirs in zip(links, sent, received, strict=True):
             peer = self._neighbours[link]
-            pending.append(PendingExchange(mine, theirs, self.context.group, to_rank=peer, from_rank=peer))
+            pending.append(PendingExchange(mine, theirs, self._group, to_rank=peer, from_rank=peer))
         for each in pending:
             each.wait()
 
 
-def _place(context: StepContext) -> tuple[list[int], tuple[int, int]]:
-    """The ranks before and after this one on the ring, if any, and its shard: which one of how many."""
-    rank, ring, shard = context.rank, tuple(range(context.world_size)), _WHOLE
-    if context.rails is not None:
-        layout = context.rails.layout
-        ring, shard = layout.rail_of(rank), (layout.node_of(rank).index(rank), layout.num_rails)
+def _place(context: StepContext) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The ring that this rank is on, by rank, and its shard: which one of how many."""
+    if context.rails is None:
+        return tuple(range(context.world_size)), _WHOLE
+    layout, rank = context.rails.layout, context.rank
+    return layout.rail_of(rank), (layout.node_of(rank).index(rank), layout.num_rails)
+
+
+def _neighbours(ring: Sequence[int], rank: int) -> list[int]:
+    """Where on the ring those before and after `rank` are, if any; the same place counts once."""
     if len(ring) < 2:
-        return [], shard
+        return []
     place = ring.index(rank)
-    behind, ahead = ring[place - 1], ring[(place + 1) % len(ring)]
-    return [behind] if behind == ahead else [behind, ahead], shard
+    behind, ahead = (place - 1) % len(ring), (place + 1) % len(ring)
+    return [behind] if behind == ahead else [behind, ahead]

@@ -22,7 +22,7 @@ from tests.comm.algorithms.simulation import (
     train_each,
 )
 from tests.comm.algorithms.test_decentralized import MODES, mixing_matrix
-from tests.comm.nodes import live_on_nodes
+from tests.comm.nodes import live_among, live_on_nodes
 from tests.comm.ranks import run_ranks, run_ranks_to_the_end
 
 STEPS = 5
@@ -74,6 +74,28 @@ def test_nodes_are_the_peers_and_ranks_of_a_node_share_weights(sizes: tuple[int,
 
         expected = simulate(sum(sizes), STEPS, before_step=mix)
         assert_same_training([each[index] for each in found], expected)
+
+
+# Ranks by node: torch would sort the second rail, 3 and 2.
+INTERLEAVED, BY_NODE = (0, 1, 1, 0), [0, 3, 1, 2]
+
+
+def train_interleaved(algorithm: Algorithm, steps: int) -> torch.Tensor:
+    live_among(INTERLEAVED)
+    return train_each([algorithm], steps)[0]
+
+
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_ranks_of_a_node_need_not_follow_one_another(backend: str) -> None:
+    algorithm = Decentralized(peer_selection_mode="shift_one", hierarchical=True)
+    found = run_for_tensors(train_interleaved, 4, algorithm, STEPS, backend=backend)
+
+    def mix(step: int, weights: torch.Tensor) -> torch.Tensor:
+        mixed = torch.empty_like(weights)
+        mixed[BY_NODE] = node_mixing("shift_one", step, (2, 2)) @ weights[BY_NODE]
+        return mixed
+
+    assert_same_training(found, simulate(4, STEPS, before_step=mix))
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1)])

@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from baguarun.comm.algorithms import Algorithm, LowPrecisionDecentralized
 from baguarun.comm.algorithms.low_precision_decentralized import RingStepper
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.elastic.training.in_place import blamed
 from baguarun.errors import CommunicationError
 from tests.comm.algorithms.simulation import (
     Net,
@@ -26,6 +28,7 @@ from tests.comm.algorithms.simulation import (
     train_each,
     train_through,
 )
+from tests.comm.algorithms.test_hierarchical_weights import BY_NODE, train_interleaved
 from tests.comm.algorithms.test_low_precision_decentralized import PlainRing, coded, difference, neighbours
 from tests.comm.nodes import live_on_nodes
 from tests.comm.ranks import run_ranks_to_the_end
@@ -84,6 +87,20 @@ def test_every_step_is_that_of_the_written_out_ring_of_nodes(sizes: tuple[int, .
         assert_same_training([each[index] for each in found], expected)
 
 
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_ranks_of_a_node_need_not_follow_one_another(backend: str) -> None:
+    algorithm = LowPrecisionDecentralized(hierarchical=True, check_interval=2, resync_interval=4)
+    found = run_for_tensors(train_interleaved, 4, algorithm, STEPS, backend=backend)
+    plain = PlainNodes(algorithm, (2, 2))
+
+    def mix(step: int, weights: torch.Tensor) -> torch.Tensor:
+        mixed = torch.empty_like(weights)
+        mixed[BY_NODE] = plain(step, weights[BY_NODE])
+        return mixed
+
+    assert_same_training(found, simulate(4, STEPS, after_step=mix))
+
+
 def train_through_a_cut(sizes: Sequence[int]) -> list[torch.Tensor]:
     live_on_nodes(sizes)
     settings = LowPrecisionDecentralized(hierarchical=True)
@@ -123,6 +140,29 @@ def go_on_by_rail_from_a_ring_of_ranks() -> bool:
 
 def test_a_state_of_other_shards_is_gone_on_from_with_weights_sent_in_full() -> None:
     assert run_for_tensors(go_on_by_rail_from_a_ring_of_ranks, 4) == [True] * 4
+
+
+def go_on_with_two_workers_a_node(before: dict[str, Any]) -> bool:
+    """From what a ring of one node left: whether nobody's copies differ after a step."""
+    live_on_nodes((2, 2))
+    model, optimizer = wrapped(LowPrecisionDecentralized(hierarchical=True))
+    model.load_algorithm_state_dict(before)
+    one_step(model, optimizer, 1, 1, torch.float64)
+    stepper = stepper_of(model)
+    stepper.finish()
+    return stepper.steps == 2 and stepper._differing_links() == []
+
+
+def state_after_a_step_on_one_node() -> dict[str, Any]:
+    live_on_nodes((2,))
+    model, optimizer = wrapped(LowPrecisionDecentralized(hierarchical=True))
+    one_step(model, optimizer, 0, 1, torch.float64)
+    return model.algorithm_state_dict()
+
+
+def test_a_state_of_one_node_is_gone_on_from_on_two() -> None:
+    before = run_for_tensors(state_after_a_step_on_one_node, 2)[0]
+    assert run_for_tensors(go_on_with_two_workers_a_node, 4, before) == [True] * 4
 
 
 def train_with_a_damaged_copy() -> tuple[list[str], bool]:
@@ -184,4 +224,6 @@ def test_a_killed_peer_is_an_error_on_every_survivor() -> None:
     assert outcomes[2].died
     for rank in (0, 1, 3):
         assert outcomes[rank].error is None, outcomes[rank].traceback
-        assert "between nodes" in outcomes[rank].value
+        if rank == 0:
+            assert "(its ranks are the World's 0, 2): rank 1 (" in outcomes[rank].value
+            assert blamed(outcomes[rank].value) == 2
