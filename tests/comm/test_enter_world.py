@@ -286,6 +286,30 @@ def test_a_warm_up_of_sparse_goes_on_in_the_next_world_with_what_it_owed(tmp_pat
     run_ranks(go_on_warming_up, 2, str(tmp_path))
 
 
+def go_through_a_step_of_the_warm_up_once_more(folder: str) -> None:
+    """Rank 0 has applied the sixth step of three per density; rank 1 was sent what came of it."""
+    meeting, rank = Meeting(folder), dist.get_rank()
+    trainee = Trainee(Sparse(warmup_steps=9), width=400)
+    trainee.model.keep_committed()
+    sent = [bytes_of_a_step(trainee) for _ in range(5)]
+    trainee.model.commit()
+    sent.append(bytes_of_a_step(trainee))
+    meeting.enter_together(2, rank, 2)
+    trainee.model.enter_world()
+    trainee.model.commit()
+    trainee.model.roll_back()
+    trainee.backward()
+    trainee.model.roll_back()
+    trainee.model.commit()
+    sent += [bytes_of_a_step(trainee) for _ in range(6)]
+    assert [len(list(same)) for _, same in groupby(sent)] == [3, 3, 3, 3]
+    dist.barrier()
+
+
+def test_a_step_of_a_warm_up_that_is_gone_through_once_more_counts_once(tmp_path: Path) -> None:
+    run_ranks(go_through_a_step_of_the_warm_up_once_more, 2, str(tmp_path))
+
+
 def keep_outer_weights(folder: str) -> None:
     meeting, trainee, rank = Meeting(folder), Trainee(DiLoCo(local_steps=2)), dist.get_rank()
     for _ in range(3):

@@ -129,15 +129,17 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 f"QAdamOptimizer: a gradient is not finite; step {self.steps + 1} is left out", stacklevel=2
             )
             return loss
-        in_warmup = self.in_warmup
+        in_warmup, has_stepped = self.in_warmup, False
         for group in self.param_groups:
             parameters: list[torch.Tensor] = [each for each in group["params"] if each.grad is not None]
             if parameters:
+                has_stepped = True
                 if group["weight_decay"] != 0:
                     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 self._adam(group, parameters) if in_warmup else self._compressed(group, parameters)
             group["steps"] += 1
-        if in_warmup:
+        # Without any gradient it may be one that is applied already, and whose count is put back.
+        if in_warmup and has_stepped:
             self._freeze_together()
         return loss
 

@@ -148,15 +148,15 @@ class _Warmup(GradientStages):
         self.load_state_dict(state)
 
     def hand_over(self) -> dict[str, Any]:
-        # The round of a step that is cut off, or gone through once more, is counted in the next World.
-        commits = self._committed is not None
-        return {"rounds": self._committed if commits else self._rounds, "commits": commits}
+        committed = None if self._committed is None else {"rounds": self._committed}
+        return {**self.state_dict(), "committed": committed}
 
     def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
-        """Collective. All ranks count rounds as one with most of them does."""
+        """Collective. All ranks count rounds as one with most of them does, and roll back from there."""
         _, rounds = source_of(0 if left is None else left["rounds"], group, torch.device("cpu"))
         self._count(rounds)
-        self._committed = rounds if left is not None and left["commits"] else None
+        then = None if left is None else left["committed"]
+        self._committed = None if then is None else then["rounds"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "rounds" not in state:

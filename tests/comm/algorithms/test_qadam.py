@@ -481,6 +481,24 @@ def whole_momentum() -> None:
             torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
 
 
+def test_a_step_without_any_gradient_does_not_end_the_warm_up() -> None:
+    """One that is applied already, and gone through once more, has none, and its count is put back."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = QAdamOptimizer(net.parameters(), warmup_steps=2)
+
+    def step() -> None:
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    optimizer.step()
+    optimizer.param_groups[0]["steps"] = 1
+    assert optimizer.in_warmup
+    step()
+    assert not optimizer.in_warmup
+
+
 def test_float64_momentum_travels_whole() -> None:
     run_ranks(whole_momentum, 3)
 
