@@ -45,10 +45,10 @@ class Blobs(Dataset):
         return index, self._centres[label] + 12 * noise, label
 
 
-def network(width: int) -> nn.Module:
+def network(width: int, norm: str = "batch") -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, width),
-        nn.BatchNorm1d(width),
+        {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm](width),
         nn.ReLU(),
         nn.Dropout(0.1),
         nn.Linear(width, width),
@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--algorithm", default="gradient_allreduce")
     parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--norm", choices=["batch", "layer"], default="batch", help="layer: see chaos_run")
     parser.add_argument("--samples", type=int, default=3200, help="in an epoch")
     parser.add_argument("--epochs", type=int, default=10**6)
     parser.add_argument("--batch-size", type=int, default=8, help="per worker at the start")
@@ -139,7 +140,7 @@ def main() -> None:
     log = os.open(os.environ["STEP_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     baguarun.init_process_group()
     torch.manual_seed(args.seed)
-    model: nn.Module = network(args.width)
+    model: nn.Module = network(args.width, args.norm)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     if args.algorithm == "qadam":
