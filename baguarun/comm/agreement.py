@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from baguarun.comm.groups import device_in, require_group
+from baguarun.comm.models import device_of
 from baguarun.errors import CommunicationError, UsageError
 
 
@@ -58,12 +62,22 @@ def require_same(mine: Declaration, group: dist.ProcessGroup, device: torch.devi
         raise UsageError(describe_difference([found for found in declarations if found is not None]))
 
 
-def refuse_with_others(error: UsageError, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Tell the other ranks of `group`, which compare their models, of `error`; it is raised by the caller.
+@contextmanager
+def refusals_told(module: nn.Module, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Before ranks compare their models: a `UsageError` from inside is told to the others of the group.
 
-    Without this they would wait until this process ends. Collective, in place of `require_same`.
+    Without this they would wait in `require_same` until this process ends. An error makes it collective.
     """
-    require_same(Declaration(settings=(), tensors=(), refusal=str(error)), group, device)
+    try:
+        yield
+    except UsageError as error:
+        if dist.is_initialized() and dist.get_world_size(process_group) > 1:
+            # Whoever has gone already cannot be told; what is wrong here is the same.
+            with suppress(CommunicationError):
+                group = require_group(process_group)
+                refusal = Declaration(settings=(), tensors=(), refusal=str(error))
+                require_same(refusal, group, device_in(group, device_of(module)))
+        raise
 
 
 def describe_difference(declarations: Sequence[Declaration]) -> str:

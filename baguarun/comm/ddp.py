@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from baguarun.comm.agreement import refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.groups import read_worker_env
+from baguarun.comm.models import device_of
 from baguarun.comm.session import CommunicationStats, DataParallelSession, SessionSettings
 from baguarun.comm.weighting import MicroBatch
 from baguarun.errors import UsageError
@@ -56,21 +58,24 @@ class DistributedDataParallel(nn.Module):
                 "gradient_as_bucket_view=False: gradients are views of the buckets all the same", stacklevel=2
             )
         self.module = module
-        self._session = DataParallelSession(
-            module,
-            algorithm=resolve(algorithm, read_worker_env().algorithm),
-            optimizers=optimizers,
-            process_group=process_group,
-            settings=SessionSettings(
+        with refusals_told(module, process_group):
+            chosen = resolve(algorithm, read_worker_env().algorithm)
+            settings = SessionSettings(
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
                 broadcast_buffers=broadcast_buffers,
                 init_sync=init_sync,
                 share_memory=share_memory,
-            ),
+            )
+            self._input_device = _input_device(device_of(module), device_ids, output_device, dim)
+        self._session = DataParallelSession(
+            module,
+            algorithm=chosen,
+            optimizers=optimizers,
+            process_group=process_group,
+            settings=settings,
         )
-        self._input_device = _input_device(self._session.device, device_ids, output_device, dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._session.before_forward()

@@ -187,6 +187,16 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
+def require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that is meant, the default one by None. Raises `UsageError` if this rank is in none."""
+    if not dist.is_initialized():
+        raise UsageError("there is no process group yet; call baguarun.init_process_group() first")
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise UsageError("this rank is not a member of process_group")
+    return group
+
+
 def device_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
     """`wanted`, if `group` has a backend for it, or else a device that it has one for."""
     types: list[torch.device] = group._device_types

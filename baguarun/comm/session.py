@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from baguarun.comm import timeline
-from baguarun.comm.agreement import Declaration, named_forms, refuse_with_others, require_same
+from baguarun.comm.agreement import Declaration, named_forms, refusals_told, require_same
 from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, EngineMemory, Operation, OperationKind
 from baguarun.comm.algorithms.stages import StagedEngine
@@ -23,9 +23,9 @@ from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
-from baguarun.comm.groups import device_in, engine_group, read_worker_env
+from baguarun.comm.groups import engine_group, read_worker_env, require_group
 from baguarun.comm.legacy import Legacy, take_over_engine
-from baguarun.comm.models import bucket_limits, device_of, find_tensors, trainable_parameters
+from baguarun.comm.models import bucket_limits, find_tensors, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.replicas import broadcast_optimizer_state, broadcast_tensors, real_view
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
@@ -107,19 +107,12 @@ class DataParallelSession:
         self._memory: EngineMemory | None = None
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
-        try:
+        with refusals_told(module, process_group):
             parameters = trainable_parameters(module)
             _require_optimizers(algorithm, optimizers)
             self._stages = algorithm.make_stages(parameters, optimizers)
             algorithm.check(read_worker_env())
-        except UsageError as error:
-            if dist.is_initialized() and dist.get_world_size(process_group) > 1:
-                # Whoever has gone already cannot be told; what is wrong here is the same.
-                with suppress(CommunicationError):
-                    group = _require_group(process_group)
-                    refuse_with_others(error, group, device_in(group, device_of(module)))
-            raise
-        parent = _require_group(process_group)
+        parent = require_group(process_group)
         self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
         timeline.start_if_asked()
@@ -531,12 +524,3 @@ def _require_optimizers(algorithm: Algorithm, optimizers: Sequence[torch.optim.O
             f"{algorithm.name} exchanges weights around optimizer steps; want optimizers=[...], all that "
             "step this model"
         )
-
-
-def _require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise UsageError("there is no process group yet; call baguarun.init_process_group() first")
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
-        raise UsageError("this rank is not a member of process_group")
-    return group

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from baguarun.comm.agreement import refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.session import DataParallelSession, SessionSettings
 from baguarun.errors import UsageError
@@ -35,12 +36,15 @@ def with_bagua(
         )
     if "_baguarun_session" in self.__dict__:
         raise UsageError("with_bagua: this module is data-parallel already")
-    refuse_local_parameters(self)
+    group = torch_group_of(process_group)
+    with refusals_told(self, group):
+        refuse_local_parameters(self)
+        chosen = resolve(algorithm)
     session = DataParallelSession(
         self,
-        algorithm=resolve(algorithm),
+        algorithm=chosen,
         optimizers=optimizers,
-        process_group=torch_group_of(process_group),
+        process_group=group,
         settings=SessionSettings(),
     )
 

@@ -114,7 +114,15 @@ def build_with_a_local_fault(kind: str) -> None:
     net = nn.Sequential(nn.Embedding(5, 3, sparse=odd and kind == "sparse"), nn.Linear(3, 1))
     algorithm = {"qadam": "qadam", "weights": "local_sgd"}.get(kind, "bytegrad") if odd else "bytegrad"
     optimizers = [] if kind == "weights" else [torch.optim.Adam(net.parameters())]
-    DistributedDataParallel(net, optimizers=optimizers, algorithm=algorithm)
+    if odd and kind == "unknown":
+        algorithm = "byte_grad"
+    DistributedDataParallel(
+        net,
+        [0] if odd and kind == "device" else None,
+        optimizers=optimizers,
+        algorithm=algorithm,
+        bucket_cap_mb=0 if odd and kind == "bucket" else None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,6 +131,9 @@ def build_with_a_local_fault(kind: str) -> None:
         ("qadam", r"qadam: found optimizers=\[Adam\]; want .*QAdamOptimizer"),
         ("weights", r"local_sgd exchanges weights around optimizer steps; want optimizers=\[...\]"),
         ("sparse", r"parameter '0\.weight' has sparse gradients"),
+        ("unknown", r".*'byte_grad' is unknown; want one of"),
+        ("device", r"device_ids names cuda:0 but the module is on cpu"),
+        ("bucket", r".*bucket_cap_mb=0"),
     ],
 )
 def test_what_one_rank_cannot_do_is_an_error_on_all_and_names_that_rank(kind: str, message: str) -> None:
