@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from baguarun.comm.groups import device_in, require_group
-from baguarun.comm.models import device_of
+from baguarun.comm.groups import device_of_group, require_group
 from baguarun.errors import CommunicationError, UsageError
 
 
@@ -40,13 +38,13 @@ def named_forms(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, st
     return [(name, tensor_form(tensor)) for name, tensor in named]
 
 
-def require_same(mine: Declaration, group: dist.ProcessGroup, device: torch.device) -> None:
+def require_same(mine: Declaration, group: dist.ProcessGroup) -> None:
     """Raise the same `UsageError` on every rank of `group` if the ranks' declarations differ. Collective.
 
     A rank that declares a refusal comes back: the error is its own to raise.
     """
     digest = hashlib.sha256(repr(mine).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device_of_group(group))
     world_size = dist.get_world_size(group)
     digests = [torch.empty_like(own) for _ in range(world_size)]
     try:
@@ -63,7 +61,7 @@ def require_same(mine: Declaration, group: dist.ProcessGroup, device: torch.devi
 
 
 @contextmanager
-def refusals_told(module: nn.Module, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+def refusals_told(process_group: dist.ProcessGroup | None) -> Iterator[None]:
     """Before ranks compare their models: a `UsageError` from inside is told to the others of the group.
 
     Without this they would wait in `require_same` until this process ends. An error makes it collective.
@@ -76,7 +74,7 @@ def refusals_told(module: nn.Module, process_group: dist.ProcessGroup | None) ->
             with suppress(CommunicationError):
                 group = require_group(process_group)
                 refusal = Declaration(settings=(), tensors=(), refusal=str(error))
-                require_same(refusal, group, device_in(group, device_of(module)))
+                require_same(refusal, group)
         raise
 
 

@@ -58,7 +58,7 @@ class DistributedDataParallel(nn.Module):
                 "gradient_as_bucket_view=False: gradients are views of the buckets all the same", stacklevel=2
             )
         self.module = module
-        with refusals_told(module, process_group):
+        with refusals_told(process_group):
             chosen = resolve(algorithm, read_worker_env().algorithm)
             settings = SessionSettings(
                 bucket_cap_mb=bucket_cap_mb,

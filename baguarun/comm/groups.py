@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Sequence
@@ -197,10 +198,10 @@ def require_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def device_in(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
-    """`wanted`, if `group` has a backend for it, or else a device that it has one for."""
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """Where all ranks of `group` can exchange what is not of the model, wherever each one's model is."""
     types: list[torch.device] = group._device_types
-    return wanted if wanted.type in {each.type for each in types} else types[0]
+    return next((each for each in types if each.type == "cpu"), types[0])
 
 
 def on_one_host(group: dist.ProcessGroup) -> bool:
@@ -224,17 +225,22 @@ def find_nodes(group: dist.ProcessGroup) -> NodeLayout:
     return lay_out(everyone)
 
 
+def keeps_order(ranks: Sequence[int]) -> bool:
+    """Whether torch can make a group of `ranks` in this order: older ones sort them."""
+    return list(ranks) == sorted(ranks) or "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
 def group_like(
     group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, name: str
 ) -> dist.ProcessGroup:
     """A group of some `ranks` of `group`, in their order, with its backend for `device` and its timeout.
 
-    Collective over `ranks`, all of which must be in as many groups: see `same_number_of_groups`.
+    Collective over `ranks`, all of which must be in as many groups: see `same_number_of_groups`. Torch must
+    be able to keep the order: see `keeps_order`.
     """
     backend = backend_of(group, device)
     all_members = dist.get_process_group_ranks(group)
     members = [all_members[rank] for rank in ranks]
-    # Not every torch of ours has it, and it is for nodes whose ranks do not follow one another.
     order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
     made: dist.ProcessGroup = dist.new_group(
         ranks=members,

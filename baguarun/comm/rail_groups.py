@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.groups import find_nodes, group_like, same_number_of_groups
+from baguarun.comm.groups import find_nodes, group_like, keeps_order, same_number_of_groups
 from baguarun.comm.rails import Hierarchical, NodeLayout, goes_by_rail
+from baguarun.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,16 @@ def join_rails(
         return None
     if len(layout.nodes) == 1 or (not collectives and device.type == "cpu"):
         return RailGroups(layout=layout, rank=rank, node=None, rail=None)
+    members = dist.get_process_group_ranks(group)
+    rails = {layout.rail_of(each) for each in range(layout.world_size)} - {()}
+    if not all(keeps_order([members[each] for each in ranks]) for ranks in rails):
+        # All ranks find the same.
+        if hierarchical is True:
+            raise UsageError(
+                f"hierarchical=True: the ranks of nodes are {layout.nodes}, and this torch sorts those of a "
+                "group; want ranks that rise node by node, or torch 2.13"
+            )
+        return None
     same_number_of_groups(group)
     node = group_like(group, layout.node_of(rank), device, "node")
     rail = group_like(group, layout.rail_of(rank) or (rank,), device, "rail")

@@ -107,7 +107,7 @@ class DataParallelSession:
         self._memory: EngineMemory | None = None
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
-        with refusals_told(module, process_group):
+        with refusals_told(process_group):
             parameters = trainable_parameters(module)
             _require_optimizers(algorithm, optimizers)
             self._stages = algorithm.make_stages(parameters, optimizers)
@@ -138,7 +138,7 @@ class DataParallelSession:
         algorithm, settings, legacy = self.algorithm, self.settings, self._legacy
         extension = load_extension()
         # Before the engine's group is made: ranks that differ would make different ones.
-        require_same(self._declare(self._module), parent, self.device)
+        require_same(self._declare(self._module), parent)
         operations = self._operations(parameters)
         exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
         arena_bytes = self._arena_bytes(exchanged, operations)
@@ -288,6 +288,10 @@ class DataParallelSession:
         # First: it may say which stage the engine is in, and what is owed has a place in that one only.
         if self._memory is not None:
             self._memory.take_over(legacy.memory, self._group)
+            left = legacy.memory
+            if legacy.keeps_committed and left is not None and left.get("committed") is None:
+                # A World of one has committed since.
+                self._memory.commit()
         if self._engine is not None:
             if self._staged is not None:
                 self._staged.enter()
@@ -510,7 +514,7 @@ class DataParallelSession:
         return spec
 
     def _declare(self, module: nn.Module) -> Declaration:
-        settings = [("algorithm", repr(self.algorithm))]
+        settings = [("algorithm", repr(self.algorithm)), ("device", self.device.type)]
         settings += [(name, repr(value)) for name, value in dataclasses.asdict(self.settings).items()]
         if self._stages is not None:
             settings.append(("optimizers", self._stages.describe()))

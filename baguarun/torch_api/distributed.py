@@ -30,14 +30,14 @@ def with_bagua(
     Adds `no_sync()`, `stats()`, `bagua_algorithm` and `bagua_optimizers` to the module; names in its
     state_dict stay as they are. Raises `UsageError` for what cannot be served. Collective over the group.
     """
-    if not do_flatten:
-        raise UsageError(
-            "with_bagua: do_flatten=False; gradients always live in flat buckets, want do_flatten=True"
-        )
-    if "_baguarun_session" in self.__dict__:
-        raise UsageError("with_bagua: this module is data-parallel already")
     group = torch_group_of(process_group)
-    with refusals_told(self, group):
+    with refusals_told(group):
+        if not do_flatten:
+            raise UsageError(
+                "with_bagua: do_flatten=False; gradients always live in flat buckets, want do_flatten=True"
+            )
+        if "_baguarun_session" in self.__dict__:
+            raise UsageError("with_bagua: this module is data-parallel already")
         refuse_local_parameters(self)
         chosen = resolve(algorithm)
     session = DataParallelSession(

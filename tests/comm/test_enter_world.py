@@ -310,6 +310,29 @@ def test_a_step_of_a_warm_up_that_is_gone_through_once_more_counts_once(tmp_path
     run_ranks(go_through_a_step_of_the_warm_up_once_more, 2, str(tmp_path))
 
 
+def roll_back_what_a_world_of_one_has_committed(folder: str) -> None:
+    meeting, rank = Meeting(folder), dist.get_rank()
+    trainee = Trainee(Sparse(warmup_steps=9), width=400)
+    trainee.model.keep_committed()
+    for _ in range(5):
+        trainee.step()
+    meeting.wait_for_all(2, rank, 2)
+    if rank == 0:
+        meeting.enter(2, 0, 1)
+        trainee.model.enter_world()
+    trainee.model.commit()
+    meeting.enter_together(3, rank, 2)
+    trainee.model.enter_world()
+    trainee.backward()
+    trainee.model.roll_back()
+    assert trainee.model.algorithm_state_dict()["rounds"] == 5
+    dist.barrier()
+
+
+def test_a_roll_back_goes_to_what_a_world_of_one_has_committed(tmp_path: Path) -> None:
+    run_ranks(roll_back_what_a_world_of_one_has_committed, 2, str(tmp_path))
+
+
 def keep_outer_weights(folder: str) -> None:
     meeting, trainee, rank = Meeting(folder), Trainee(DiLoCo(local_steps=2)), dist.get_rank()
     for _ in range(3):

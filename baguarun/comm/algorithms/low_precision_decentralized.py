@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
 from baguarun.comm.algorithms.stepper import (
@@ -17,11 +19,12 @@ from baguarun.comm.algorithms.stepper import (
     finish_at_exit,
     require_range,
 )
+from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.extension import load_extension
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights, exact_dtype
-from baguarun.errors import UsageError
+from baguarun.errors import CommunicationError, UsageError
 
 _WIRES = {8: Wire.MINMAX8, 4: Wire.MINMAX4}
 _WHOLE = (0, 1)
@@ -154,7 +157,8 @@ class RingStepper(Stepper):
     def finish(self) -> None:
         """Wait for the exchange under way."""
         if self._exchange is not None:
-            self._exchange.wait()
+            with self._named():
+                self._exchange.wait()
             self.shared_steps = self._sent_steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +213,19 @@ class RingStepper(Stepper):
         self.finish()
         self._keep_linked(self.steps // self._settings.communication_interval)
         self.bytes_sent += self._exchange.bytes_per_round()
-        self._exchange.start()
+        with self._named():
+            self._exchange.start()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors say which ranks are meant, for those of a rail count by themselves; baguanet's do."""
+        try:
+            yield
+        except CommunicationError as error:
+            if self.context.rails is None or dist.get_backend(self._group) == BAGUANET:
+                raise
+            rail = ", ".join(map(str, self._ring))
+            raise CommunicationError(f"between nodes, where ranks {rail} count from 0: {error}") from error
 
     def _part(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank exchanges of `tensors`."""

@@ -23,7 +23,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     For use with the algorithm "qadam", and by itself in a World of one. The warm-up is torch's AdamW: weight
     decay is decoupled, in both stages, so that it passes neither the codec nor the variance. Of a model with
-    several of these optimizers it ends for all of them when the last one has taken its steps.
+    several of these optimizers it ends for all of them when the last one has taken its steps, in a step that
+    has a gradient.
 
     After the warm-up a step is x -= lr / (1 - beta1^w) * m / (sqrt(v / (1 - beta2^w)) + eps), where m is in
     `grad` already, averaged over the ranks. Rules for what would blow up:

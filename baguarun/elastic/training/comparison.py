@@ -35,7 +35,7 @@ def declare(captured: Mapping[str, Any]) -> Declaration:
     return Declaration(settings=tuple(settings), tensors=tuple(tensors))
 
 
-def require_equal(captured: Mapping[str, Any], device: torch.device) -> None:
+def require_equal(captured: Mapping[str, Any]) -> None:
     """Raise `UsageError` on every rank of the default group if the ranks hold different things. Collective.
 
     Compared are names and forms, plain values, what schedulers, scalers and other objects keep, optimizers'
@@ -62,20 +62,20 @@ def require_equal(captured: Mapping[str, Any], device: torch.device) -> None:
                 found.append((f"the weights of State's '{name}'", _in_words(value.state_dict())))
         else:
             found += _parts_in_words(f"State's '{name}'", values.state_of(name, value))
-    _require_same(Declaration(settings=tuple(found), tensors=forms.tensors), device)
+    _require_same(Declaration(settings=tuple(found), tensors=forms.tensors))
 
 
-def require_same_samples(name: str, sampler: ElasticSampler, device: torch.device) -> None:
+def require_same_samples(name: str, sampler: ElasticSampler) -> None:
     """Raise `UsageError` on every rank of the default group if their samplers would not deal the same samples
     from the same place. Collective."""
     parts = [(f"{part} of {name}", repr(value)) for part, value in sampler.state_dict().items()]
-    _require_same(Declaration(settings=tuple(parts), tensors=()), device)
+    _require_same(Declaration(settings=tuple(parts), tensors=()))
 
 
-def _require_same(declaration: Declaration, device: torch.device) -> None:
+def _require_same(declaration: Declaration) -> None:
     world = dist.group.WORLD
     assert world is not None
-    require_same(declaration, world, device)
+    require_same(declaration, world)
 
 
 def _settings_in_words(name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str]]:

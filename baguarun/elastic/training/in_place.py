@@ -274,7 +274,7 @@ class InPlaceRun:
         self._boundary = self._make_boundary()
         self._tell(Topic.PROGRESS, generation=self._generation, steps=0)
         self._compare(self._exchange_standings()[1])
-        comparison.require_equal(self._captured, device())
+        comparison.require_equal(self._captured)
         self._state._first_world_size = dist.get_world_size()
         self._state.resume()
         self._is_valid = True

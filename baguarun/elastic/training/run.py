@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from baguarun.comm.groups import read_worker_env
 from baguarun.contract import STACKS_SIGNAL
 from baguarun.elastic.training import comparison
-from baguarun.elastic.training.default_group import device, has_others
+from baguarun.elastic.training.default_group import has_others
 from baguarun.elastic.training.in_place import InPlaceRun, control_channel
 from baguarun.elastic.training.state import State
 from baguarun.errors import UsageError
@@ -60,7 +60,7 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                     _HAS_TRAINED_IN_PLACE.set()
                     return in_place.train(lambda: train(state, *args, **kwargs))
                 if has_others():
-                    comparison.require_equal(state._captured, device())
+                    comparison.require_equal(state._captured)
                 state.resume()
                 return train(state, *args, **kwargs)
             finally:

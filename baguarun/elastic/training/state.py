@@ -13,7 +13,7 @@ from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.elastic.training import comparison, values
 from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
 from baguarun.elastic.training.dealing import Deal
-from baguarun.elastic.training.default_group import device, has_others
+from baguarun.elastic.training.default_group import has_others
 from baguarun.elastic.training.learning_rates import scale_learning_rates
 from baguarun.elastic.training.sampler import ElasticSampler, Place
 from baguarun.elastic.training.snapshot import Snapshot
@@ -280,7 +280,7 @@ class State:
         it takes over its place, and what is wrong with it is no reason for others to end or to wait."""
         index = self._samplers.index(sampler)
         if has_others() and self._began_together and index not in self._compared:
-            comparison.require_same_samples(f"State.steps' loader {index}", sampler, device())
+            comparison.require_same_samples(f"State.steps' loader {index}", sampler)
             self._compared.add(index)
 
     def _require_wrapped(self) -> None:

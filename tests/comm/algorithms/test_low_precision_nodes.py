@@ -227,3 +227,5 @@ def test_a_killed_peer_is_an_error_on_every_survivor() -> None:
         if rank == 0:
             assert "(its ranks are the World's 0, 2): rank 1 (" in outcomes[rank].value
             assert blamed(outcomes[rank].value) == 2
+        else:
+            assert "(its ranks are the World's" in outcomes[rank].value, outcomes[rank].value

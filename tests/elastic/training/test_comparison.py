@@ -22,8 +22,6 @@ from tests.comm.ranks import run_ranks
 from tests.elastic.training.fake_agent import FakeAgent
 from tests.elastic.training.resized import hold_until_news
 
-CPU = torch.device("cpu")
-
 
 def captured_of(rank: int) -> dict[str, Any]:
     """What is the same everywhere, though random numbers differ by rank."""
@@ -85,10 +83,10 @@ def leave_out(captured: dict[str, Any], rank: int) -> None:
 
 def what_is_said(change: Callable[[dict[str, Any], int], None]) -> str:
     captured = captured_of(dist.get_rank())
-    comparison.require_equal(captured, CPU)
+    comparison.require_equal(captured)
     change(captured, dist.get_rank())
     with pytest.raises(UsageError) as refusal:
-        comparison.require_equal(captured, CPU)
+        comparison.require_equal(captured)
     return str(refusal.value)
 
 
@@ -124,7 +122,7 @@ def compare_sets() -> None:
 
     names = ["b", "a", "c"] if dist.get_rank() == 0 else ["c", "b", "a"]
     with torch.serialization.safe_globals([Safe]):
-        comparison.require_equal({"names": {*names}}, CPU)
+        comparison.require_equal({"names": {*names}})
 
 
 def make_state() -> State:
