@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from baguarun.comm import rail_groups
 from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, Decentralized, DiLoCo, LocalSGD
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import CommunicationError, UsageError
@@ -96,6 +97,20 @@ def test_ranks_of_a_node_need_not_follow_one_another(backend: str) -> None:
         return mixed
 
     assert_same_training(found, simulate(4, STEPS, before_step=mix))
+
+
+def refuse_rails_that_torch_would_sort() -> None:
+    live_among(INTERLEAVED)
+    rail_groups.keeps_order = lambda ranks: list(ranks) == sorted(ranks)
+    wanted = Decentralized(peer_selection_mode="shift_one", hierarchical=True)
+    with pytest.raises(UsageError, match=r"the ranks of nodes are \(\(0, 3\), \(1, 2\)\)"):
+        train_each([wanted], 1)
+    # Among all ranks, then.
+    train_each([Decentralized(peer_selection_mode="shift_one", hierarchical="auto")], 2)
+
+
+def test_where_torch_sorts_groups_rails_that_would_differ_are_refused_on_all_ranks() -> None:
+    run_ranks(refuse_rails_that_torch_would_sort, 4)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1)])
