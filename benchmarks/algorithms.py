@@ -18,10 +18,11 @@ from typing import Any
 
 from benchmarks.algorithm_targets import Measured, judge, judge_latency
 from benchmarks.cost_model import Cluster, Gradients
-from benchmarks.harness import Report, finish, parser
+from benchmarks.harness import Report, finish, parser, save
 from benchmarks.ratios import paired_ratio
 from benchmarks.step import RANKS, Contest, Network, Turns, run_contest
 from benchmarks.step_worker import build_model
+from tests.lab.delay import delay_program
 
 _PEERS = (
     "ddp_fp16",
@@ -162,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
         args.rates.split(","),
         [float(word) for word in args.delays_ms.split(",")],
     )
+    if any(network.delay_ms for network in places):
+        # A run of an hour should not end where it comes to the first latency.
+        delay_program()
     seen: dict[tuple[int, float | None, float | None], dict[str, Measured]] = {}
     for network in places:
         cases = dict.fromkeys(("ddp", *args.cases.split(",")))
@@ -181,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows:
             report.rows.append(row)
             print(f"{row.what}: {row.value:.3f}", flush=True)
+        save(report, args)
     return finish(report, args)
 
 

@@ -113,14 +113,21 @@ def _picture(text: str) -> Path:
     return Path(text)
 
 
+def save(report: Report, options: argparse.Namespace) -> Path | None:
+    """Write the JSON of what is known so far, and return where it is; None where none is wanted."""
+    path: Path | None = options.json or (None if options.quick else RESULTS / f"{report.name}.json")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report.to_json())
+    return path
+
+
 def finish(report: Report, options: argparse.Namespace) -> int:
     """Print the table, write the JSON and return the exit code: 1 where a target is missed that is required,
     or any with `--check`."""
     print(report.table())
-    path = options.json or (None if options.quick else RESULTS / f"{report.name}.json")
+    path = save(report, options)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(report.to_json())
         print(f"written: {path}")
     if options.plot is not None:
         draw(json.loads(report.to_json()), options.plot)

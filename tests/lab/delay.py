@@ -29,7 +29,7 @@ class DelayLines:
         line = subprocess.Popen(
             # The line lives in no host, so the sweeper would not find it: it dies with its owner.
             [
-                *("setpriv", "--pdeathsig", "KILL", str(_program())),
+                *("setpriv", "--pdeathsig", "KILL", str(delay_program())),
                 *(namespace, nic, "-", bridge_namespace, port, "-", str(self._delay_us)),
             ],
             stdin=subprocess.DEVNULL,
@@ -54,8 +54,9 @@ class DelayLines:
         self._lines.clear()
 
 
-def _program() -> Path:
-    """The compiled delay line, built when its source is newer than what was built last."""
+def delay_program() -> Path:
+    """The compiled delay line, built when its source is newer than what was built last. Raises LabError where
+    there is no source."""
     source = Path(os.environ.get("BAGUARUN_LAB_DELAYLINE", _DEFAULT_SOURCE))
     if not source.is_file():
         raise LabError(
