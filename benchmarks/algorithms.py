@@ -12,6 +12,7 @@ Needs root (network namespaces, `tests/lab`); latencies need the lab's delay lin
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from statistics import median
 from typing import Any
@@ -71,6 +72,7 @@ _BY_RAIL = (
 )
 """Where a host has several ranks: with and without the hierarchy, which most have by default."""
 _RATES = {"unlimited": None, "1000": 1000.0, "100": 100.0}
+_CONTESTANTS_PER_JOB = 14
 _SAMPLES_PER_STEP = 32 * RANKS
 _MODEL = "mlp"
 
@@ -93,30 +95,43 @@ def networks(hosts: list[int], rates: list[str], delays_ms: list[float]) -> list
     return found
 
 
+def jobs(cases: list[str]) -> list[tuple[str, ...]]:
+    """The contestants who share processes, `ddp` with all of them.
+
+    Each keeps a model and its optimizer's state: all forty of them at once take more than this machine has.
+    """
+    others = [case for case in cases if case != "ddp"]
+    count = max(1, math.ceil(len(others) / _CONTESTANTS_PER_JOB))
+    return [("ddp", *others[number::count]) for number in range(count)]
+
+
 def measure(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
     """What rank 0 measured on one network, and alone, which is no pair of any other's turns."""
-    alone = dataclasses.replace(contest, cases=("alone",))
-    blocks = run_contest(alone, turns)
-    blocks += run_contest(contest, turns)
-    return blocks + run_contest(alone, turns)
+    rosters = [("alone",), *jobs(list(contest.cases)), ("alone",)]
+    return [
+        {**block, "job": number}
+        for number, cases in enumerate(rosters)
+        for block in run_contest(dataclasses.replace(contest, cases=cases), turns)
+    ]
 
 
 def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
     """What was measured on one network, by case."""
     turns: dict[str, list[dict[str, Any]]] = {}
-    for block in sorted(blocks, key=lambda block: block["round"]):
+    for block in blocks:
         turns.setdefault(block["case"], []).append(block)
-    theirs = [block["step_s"] for block in turns["ddp"]]
+    ddp_s = {(block["job"], block["round"]): block["step_s"] for block in turns["ddp"]}
     found = {}
     for case, taken in turns.items():
         step_s = [block["step_s"] for block in taken]
-        is_paired = case != "alone"
+        if case == "alone":
+            ratio = median(step_s) / median(ddp_s.values())
+        else:
+            ratio = paired_ratio(step_s, [ddp_s[block["job"], block["round"]] for block in taken]).median
         found[case] = Measured(
             case=case,
             step_s=median(step_s),
-            ratio_to_ddp=paired_ratio(step_s, theirs).median
-            if is_paired
-            else median(step_s) / median(theirs),
+            ratio_to_ddp=ratio,
             sent_bytes=median(block["sent_bytes_per_step"] for block in taken),
             sent_packets=median(block["sent_packets_per_step"] for block in taken),
             rounds_per_step=median(block["rounds_per_step"] for block in taken),

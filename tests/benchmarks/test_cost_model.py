@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.algorithm_targets import Measured, judge, judge_latency
-from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, medians
+from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, jobs, medians
 from benchmarks.cost_model import Cluster, Cost, Gradients, cost_of, limit_s
 from benchmarks.harness import Row
 
@@ -182,16 +182,31 @@ def test_ours_is_compared_with_the_best_stock_one_on_either_transport() -> None:
     assert "1.20 x the best stock one on Gloo (ddp_powersgd_run)" in by_case["power_sgd_run"]
 
 
-def test_alone_is_no_pair_of_a_contestant() -> None:
-    def block(case: str, number: int, step_s: float) -> dict[str, Any]:
+def test_pairs_are_of_one_job_and_alone_is_no_pair() -> None:
+    def block(job: int, case: str, number: int, step_s: float) -> dict[str, Any]:
         sent = {"sent_bytes_per_step": 132.0, "sent_packets_per_step": 1.0, "rounds_per_step": 1.0}
-        return {"case": case, "round": number, "step_s": step_s, **sent}
+        return {"job": job, "case": case, "round": number, "step_s": step_s, **sent}
 
-    turns = [("alone", 0, 0.1), ("ddp", 0, 4.0), ("bytegrad", 0, 1.0), ("ddp", 1, 8.0), ("bytegrad", 1, 2.0)]
-    found = medians([block(*turn) for turn in [*turns, ("alone", 0, 0.3)]])
+    turns = [
+        (0, "alone", 0, 0.1),
+        *((1, "ddp", 0, 4.0), (1, "bytegrad", 0, 1.0), (1, "bytegrad", 1, 2.0), (1, "ddp", 1, 8.0)),
+        *((2, "ddp", 0, 40.0), (2, "sparse", 0, 4.0)),
+        (3, "alone", 0, 0.3),
+    ]
+    found = medians([block(*turn) for turn in turns])
     assert found["alone"].step_s == pytest.approx(0.2)
     assert found["bytegrad"].ratio_to_ddp == 0.25
     assert found["bytegrad"].payload_bytes == 66.0
+    assert found["sparse"].ratio_to_ddp == 0.1
+    assert found["ddp"].step_s == 8.0
+
+
+def test_everybody_is_in_one_job_and_ddp_in_all() -> None:
+    cases = ["ddp", *_PEERS, *_OURS, *_BY_RAIL]
+    found = jobs(cases)
+    assert all(job[0] == "ddp" and len(job) <= 15 for job in found)
+    assert sorted(case for job in found for case in job[1:]) == sorted(cases[1:])
+    assert jobs(["ddp"]) == [("ddp",)]
 
 
 def test_a_little_slower_is_allowed_only_where_no_win_is_predicted() -> None:
