@@ -3,7 +3,9 @@
 Bytes are what leaves one host per step. Ring, rails and direct messages between N hosts of g ranks, R in
 all, with S bytes of gradients or weights: an all-reduce around a ring of ranks sends 2(R-1)/R S over the one
 edge that leaves a host; one by rail 2(N-1)/N S; direct messages among all ranks 2g(R-g)/R S. PowerSGD's S is
-4r(m+k) bytes of each m x k matrix that it compresses, and all of the rest.
+4r(m+k) bytes of each m x k matrix that it compresses, and all of the rest; torch's reduces these three apart.
+An all-reduce of few bytes goes by doubling on `baguanet`, where hosts exchange all they have with log2(N)
+others: S log2(N), in fewer messages.
 
 A `_run` is a training in short, the warm-up its first tenth: its cost is the mean of its steps'.
 """
@@ -42,6 +44,8 @@ _CODED_BYTES: dict[int | str, int] = {
 }
 """Of a block of 2048 numbers in fp32: by bits, with its least and greatest or its mean; or by what `sparse`
 keeps, values and places."""
+_DOUBLED_BYTES = 64 << 10
+"""What an all-reduce on `baguanet` takes for few: `kSmallBytes` of cpp_ext/net/wire_group.h."""
 _RANK = 1
 """Of both PowerSGDs."""
 _LEAST_GAINS = {"power_sgd": 1, "ddp_powersgd": 2}
@@ -81,15 +85,20 @@ class Gradients:
     def size_bytes(self) -> int:
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
-    def low_rank_bytes(self, rank: int, least_gain: int) -> int:
-        """With factors in place of matrices, where those are more than `least_gain` times smaller."""
-        sent = 0
+    def low_rank_bytes(self, rank: int, least_gain: int) -> tuple[int, int, int]:
+        """Left factors, right factors and what stays whole: matrices have factors in their place, where those
+        are more than `least_gain` times smaller."""
+        left = right = rest = 0
         for shape in self.shapes:
             whole = math.prod(shape)
             rows, columns = (shape[0], whole // shape[0]) if len(shape) > 1 and whole else (whole, 1)
-            factors = (rows + columns) * min(rank, rows, columns)
-            sent += factors if factors * least_gain < whole else whole
-        return 4 * sent
+            kept = min(rank, rows, columns)
+            if (rows + columns) * kept * least_gain < whole:
+                left += rows * kept
+                right += columns * kept
+            else:
+                rest += whole
+        return 4 * left, 4 * right, 4 * rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +157,17 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
         sent_bytes = size_bytes / 2 if base == "ddp_fp16" else size_bytes
         return _all_reduce(cluster, sent_bytes, by_rail=not is_ring or level == "rail")
     if base in _LEAST_GAINS:
-        sent_bytes = gradients.low_rank_bytes(_RANK, _LEAST_GAINS[base])
+        parts = gradients.low_rank_bytes(_RANK, _LEAST_GAINS[base])
         # Ours has messages of its own, among all ranks; torch's are all-reduces.
-        is_ours = base == "power_sgd"
-        once = (
-            _direct(cluster, sent_bytes, by_rail=False)
-            if is_ours
-            else _all_reduce(cluster, sent_bytes, by_rail=not is_ring)
-        )
+        if base == "power_sgd":
+            once = _direct(cluster, sum(parts), by_rail=False)
+            return replace(once, messages=2 * once.messages)
+        reduced = [_all_reduce(cluster, size, by_rail=not is_ring) for size in parts]
         # One factor follows the other.
-        return replace(once, messages=2 * once.messages)
+        return Cost(
+            host_bytes=sum(part.host_bytes for part in reduced),
+            messages=sum(part.messages for part in reduced[:2]),
+        )
     if base in _CODED_GRADIENTS:
         coded_bytes = size_bytes * _ratio(_CODED_GRADIENTS[base])
         return _direct(cluster, coded_bytes, by_rail=level != "flat")
@@ -182,7 +192,11 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
 
 
 def _all_reduce(cluster: Cluster, size_bytes: float, *, by_rail: bool) -> Cost:
+    """By doubling for as many hosts as a power of two, which is what the lab has."""
     peers = cluster.hosts if by_rail else cluster.ranks
+    if by_rail and size_bytes <= _DOUBLED_BYTES:
+        rounds = (peers - 1).bit_length()
+        return Cost(host_bytes=rounds * size_bytes, messages=rounds)
     return Cost(host_bytes=2 * (peers - 1) / peers * size_bytes, messages=2 * (peers - 1))
 
 

@@ -63,8 +63,8 @@ def test_bytes_that_leave_a_host(case: str, cluster: Cluster, of_size: float) ->
 
 
 def test_what_exchanges_now_and_then_costs_as_often() -> None:
-    local = cost_of("local_sgd", FLAT, Gradients(((200,),)), rounds_per_step=1 / 8)
-    assert local == Cost(host_bytes=150, messages=0.75, is_hidden=False)
+    local = cost_of("local_sgd", FLAT, Gradients(((20000,),)), rounds_per_step=1 / 8)
+    assert local == Cost(host_bytes=15000, messages=0.75, is_hidden=False)
     overlapped = cost_of("diloco_overlapped", FLAT, GRADIENTS, rounds_per_step=0.04)
     whole = cost_of("diloco_int8", FLAT, GRADIENTS, rounds_per_step=0.01)
     assert overlapped is not None and whole is not None
@@ -74,14 +74,23 @@ def test_what_exchanges_now_and_then_costs_as_often() -> None:
 
 def test_of_low_rank_is_what_gains_by_it() -> None:
     # 1024 + 1024 numbers for each matrix and 1024 for each vector.
-    assert MLP.low_rank_bytes(1, 1) == 4 * 8 * 3072
-    assert Gradients(((2, 3),)).low_rank_bytes(1, 1) == 4 * 5
+    assert MLP.low_rank_bytes(1, 1) == (4 * 8 * 1024,) * 3
+    assert Gradients(((2, 3),)).low_rank_bytes(1, 1) == (4 * 2, 4 * 3, 0)
     # Torch wants half of the size at most, and one pair of vectors more would be the matrix.
-    assert Gradients(((2, 3),)).low_rank_bytes(1, 2) == 4 * 6
-    assert Gradients(((2, 3),)).low_rank_bytes(2, 1) == 4 * 6
-    assert Gradients(((8, 3, 3, 3),)).low_rank_bytes(2, 1) == 4 * 2 * 35
+    assert Gradients(((2, 3),)).low_rank_bytes(1, 2) == (0, 0, 4 * 6)
+    assert Gradients(((2, 3),)).low_rank_bytes(2, 1) == (0, 0, 4 * 6)
+    assert Gradients(((8, 3, 3, 3),)).low_rank_bytes(2, 1) == (4 * 2 * 8, 4 * 2 * 27, 0)
     factors = cost_of("power_sgd", FLAT, MLP)
     assert factors is not None and factors.messages == 4
+
+
+def test_few_bytes_go_by_doubling_on_our_transport() -> None:
+    # Three all-reduces of 32 KiB, two of which follow each other; by doubling each host sends all of it
+    # twice.
+    assert cost_of("ddp_powersgd@baguanet", FLAT, MLP) == Cost(host_bytes=2 * 98304, messages=4)
+    assert cost_of("ddp_powersgd@baguanet", PAIRED, MLP) == Cost(host_bytes=98304, messages=2)
+    # Around Gloo's ring half of it goes three times.
+    assert cost_of("ddp_powersgd", FLAT, MLP) == Cost(host_bytes=1.5 * 98304, messages=12)
 
 
 def test_a_run_takes_as_long_as_its_steps_and_not_as_their_mean() -> None:
