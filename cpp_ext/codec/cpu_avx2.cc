@@ -17,6 +17,8 @@ namespace {
 
 using V = __m256;
 constexpr size_t kLanes = 8;
+// 32 of them, not 16.
+constexpr bool kHasManyRegisters = false;
 
 BAGUARUN_INLINE V load(const float* src) { return _mm256_loadu_ps(src); }
 BAGUARUN_INLINE void store(float* dst, V x) { _mm256_storeu_ps(dst, x); }
@@ -183,6 +185,7 @@ const CpuPath kAvx2Path = {
     .unpackLevels = unpackLevels,
     .decodeLevels = decodeLevels,
     .sumLevels = sumLevels,
+    .quantiseAndSum = quantiseAndSum,
     .sumMagnitudes = sumMagnitudes,
     .takeSigns = takeSigns,
     .addAndSumMagnitudes = addAndSumMagnitudes,

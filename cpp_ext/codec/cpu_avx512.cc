@@ -22,6 +22,8 @@ namespace {
 
 using V = __m512;
 constexpr size_t kLanes = 16;
+// 32 of them, not 16.
+constexpr bool kHasManyRegisters = true;
 
 BAGUARUN_INLINE V load(const float* src) { return _mm512_loadu_ps(src); }
 BAGUARUN_INLINE void store(float* dst, V x) { _mm512_storeu_ps(dst, x); }
@@ -170,6 +172,7 @@ const CpuPath kAvx512Path = {
     .unpackLevels = unpackLevels,
     .decodeLevels = decodeLevels,
     .sumLevels = sumLevels,
+    .quantiseAndSum = quantiseAndSum,
     .sumMagnitudes = sumMagnitudes,
     .takeSigns = takeSigns,
     .addAndSumMagnitudes = addAndSumMagnitudes,

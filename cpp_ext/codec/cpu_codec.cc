@@ -120,6 +120,23 @@ void encodeBlocks(const AnyWire& wire, size_t numel, void* dst, NumbersOf number
   }
 }
 
+// Encodes the blocks of a sum, with a wire that emits one while it sums up the next.
+template <class AnyWire>
+void encodeSum(const AnyWire& wire, Sum sum, size_t numel, void* dst) {
+  sum = wire.scaledFirst(sum, numel);
+  Wide rooms[2];
+  const auto roomOf = [&](size_t block) { return rooms[block % 2].numbers; };
+  const size_t count = blockCount(numel);
+  if (count == 0) return;
+  wire.sum(sum, spanOf(numel, 0), roomOf(0));
+  auto prepared = wire.prepare(roomOf(0), spanOf(numel, 0));
+  for (size_t block = 0; block + 1 < count; ++block) {
+    prepared = wire.emitAndSum(roomOf(block), prepared, spanOf(numel, block), dst, sum,
+                               spanOf(numel, block + 1), roomOf(block + 1));
+  }
+  wire.emit(roomOf(count - 1), prepared, spanOf(numel, count - 1), dst);
+}
+
 void nothing(Span, const float*) {}
 
 // Block after block, none ahead: numbers and residuals of more blocks would not stay in the first cache.
@@ -188,16 +205,21 @@ void reduceEncode(const CpuPath& path, Format format, Sum sum, size_t numel, voi
   // Straight to where they belong, not by way of a room.
   if (isPlain(format.wire)) return reduceDecode(path, format, plainType(format.wire), sum, numel, dst);
   withWire(path, format, [&](const auto& wire) {
-    const auto numbersOf = [&](Span at, float* room) -> const float* {
-      wire.sum(sum, at, room);
-      return room;
-    };
-    encodeBlocks(wire, numel, dst, numbersOf, nothing);
+    if constexpr (requires { &std::remove_cvref_t<decltype(wire)>::emitAndSum; }) {
+      encodeSum(wire, sum, numel, dst);
+    } else {
+      const auto numbersOf = [&](Span at, float* room) -> const float* {
+        wire.sum(sum, at, room);
+        return room;
+      };
+      encodeBlocks(wire, numel, dst, numbersOf, nothing);
+    }
   });
 }
 
 void reduceDecode(const CpuPath& path, Format format, DType dtype, Sum sum, size_t numel, void* dst) {
   withWire(path, format, [&](const auto& wire) {
+    if constexpr (requires { wire.scaledFirst(sum, numel); }) sum = wire.scaledFirst(sum, numel);
     writeBlocks(path, dtype, numel, dst, [&](Span at, float* numbers) { wire.sum(sum, at, numbers); });
   });
 }

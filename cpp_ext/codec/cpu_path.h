@@ -6,11 +6,13 @@
 
 namespace baguarun::codec {
 
-// scale * (src[0] + src[1] + ...), in that order, in fp32.
+// scale * (termScale * src[0] + termScale * src[1] + ...), in that order, in fp32.
 struct Sum {
   const void* const* src;
   size_t count;
   float scale;
+  // Other than 1 only for minmax, whose headers take it in.
+  float termScale = 1.0f;
 };
 
 // One block of a minmax chunk, or of a sign1 chunk.
@@ -54,6 +56,10 @@ struct CpuPath {
   void (*decodeLevels)(Levels block, size_t n, float* dst);
   // dst = factor * (dst + blocks[0] + ...), without the old dst if these blocks are the first.
   void (*sumLevels)(const Levels* blocks, size_t count, bool first, float factor, size_t n, float* dst);
+  // Levels of one whole block, and the sum of a whole block after it: dst = factor * (blocks[0] + ...).
+  // Returns the sum's grid.
+  Grid (*quantiseAndSum)(const float* src, Grid grid, uint8_t* q, unsigned levels, const Levels* blocks,
+                         size_t count, float factor, float* dst);
 
   // sign1, likewise.
   float (*sumMagnitudes)(const float* src, size_t n);

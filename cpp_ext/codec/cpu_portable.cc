@@ -149,6 +149,13 @@ void sumLevels(const Levels* blocks, size_t count, bool first, float factor, siz
   sumTerms(count, first, factor, n, dst, [&](size_t k, float* term) { decodeLevels(blocks[k], n, term); });
 }
 
+Grid quantiseAndSum(const float* src, Grid grid, uint8_t* q, unsigned levels, const Levels* blocks,
+                    size_t count, float factor, float* dst) {
+  quantise(src, kBlockElems, grid, q);
+  sumLevels(blocks, count, true, factor, kBlockElems, dst);
+  return measure(levels, dst, kBlockElems);
+}
+
 float sumMagnitudes(const float* src, size_t n) {
   float sums[kBlockElems] = {};
   for (size_t i = 0; i < n; ++i) sums[i] = floatOf(bitsOf(src[i]) & kMagnitudeBits);
@@ -241,6 +248,7 @@ const CpuPath kPortablePath = {
     .unpackLevels = unpackLevels,
     .decodeLevels = decodeLevels,
     .sumLevels = sumLevels,
+    .quantiseAndSum = quantiseAndSum,
     .sumMagnitudes = sumMagnitudes,
     .takeSigns = takeSigns,
     .addAndSumMagnitudes = addAndSumMagnitudes,

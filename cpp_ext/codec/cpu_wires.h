@@ -51,13 +51,15 @@ struct alignas(64) Wide {
   float numbers[kBlockElems];
 };
 
-// Adds up chunks in groups of as many as a loop of a path takes. `add(src, count, first, factor)` adds
-// `count` of them.
+// Adds up chunks in groups of as many as a loop of a path takes: `add(group, first)` adds one, and multiplies
+// all so far by the group's scale.
 template <class Add>
 void sumInGroups(Sum sum, Add add) {
   size_t done = 0;
-  for (; sum.count - done > kMostTerms; done += kMostTerms) add(sum.src + done, kMostTerms, done == 0, 1.0f);
-  add(sum.src + done, sum.count - done, done == 0, sum.scale);
+  for (; sum.count - done > kMostTerms; done += kMostTerms) {
+    add(Sum{sum.src + done, kMostTerms, 1.0f, sum.termScale}, done == 0);
+  }
+  add(Sum{sum.src + done, sum.count - done, sum.scale, sum.termScale}, done == 0);
 }
 
 // f32, f16, bf16.
@@ -81,6 +83,18 @@ class PlainWire {
   DType dtype_;
   size_t size_;
 };
+
+// Whether no bit of a sum of decoded blocks depends on whether it, or their bases and scales, are multiplied
+// by a power of two: as far as this base or scale is concerned, and if the power is 2^-20 or more and
+// below 1. It changes nothing but exponents as long as these stay in range. Bases and scales from 2^-100 on
+// are whole multiples of 2^-123, and so are sums, which are exact where they are not above 2^-99; divided by
+// 2^20 these are still multiples of the least number of all. Up to 2^90 no sum overflows.
+inline bool scalesExactly(float x) {
+  constexpr uint32_t kLeast = (127u - 100) << 23;
+  constexpr uint32_t kGreatest = (127u + 90) << 23;
+  const uint32_t magnitude = bitsOf(x) & kMagnitudeBits;
+  return (magnitude == 0) | (magnitude - kLeast <= kGreatest - kLeast);
+}
 
 // minmax8 and minmax4: a grid of `levels` points.
 template <unsigned levels>
@@ -109,17 +123,43 @@ class MinMaxWire {
     return prepared;
   }
 
+  // Emits a block, and sums up and prepares a later one in `next`.
+  Prepared emitAndSum(const float* x, Prepared grid, Span at, void* chunk, Sum sum, Span nextAt,
+                      float* next) const {
+    if (sum.count > kMostTerms || nextAt.n < kBlockElems) {
+      this->sum(sum, nextAt, next);
+      return emitAndPrepare(x, grid, at, chunk, next, nextAt);
+    }
+    const Terms terms(*this, sum, nextAt);
+    Prepared prepared;
+    write(grid, at, chunk, [&](uint8_t* q) {
+      prepared = path_.quantiseAndSum(x, grid, q, levels, terms.blocks, sum.count, sum.scale, next);
+    });
+    return prepared;
+  }
+
   void decode(const void* chunk, Span at, float* dst) const {
     Bytes room;
-    path_.decodeLevels(levelsIn(chunk, at, room), at.n, dst);
+    path_.decodeLevels({itemAt<Header>(chunk, 0, at.block), payloadIn(chunk, at, room)}, at.n, dst);
+  }
+
+  // The same sum, scaled before it is taken if that comes to the same: once per block in place of per number.
+  static Sum scaledFirst(Sum sum, size_t numel) {
+    const bool isPower = sum.scale >= 0x1p-20f && sum.scale < 1.0f && (bitsOf(sum.scale) & 0x7fffffu) == 0;
+    bool exact = isPower;
+    for (size_t k = 0; exact && k < sum.count; ++k) {
+      for (size_t block = 0; block < blockCount(numel); ++block) {
+        const auto [base, scale] = itemAt<Header>(sum.src[k], 0, block);
+        exact &= scalesExactly(base) & scalesExactly(scale);
+      }
+    }
+    return exact ? Sum{sum.src, sum.count, 1.0f, sum.scale} : sum;
   }
 
   void sum(Sum sum, Span at, float* dst) const {
-    sumInGroups(sum, [&](const void* const* src, size_t count, bool first, float factor) {
-      Levels blocks[kMostTerms];
-      Bytes rooms[kMostTerms];
-      for (size_t k = 0; k < count; ++k) blocks[k] = levelsIn(src[k], at, rooms[k]);
-      path_.sumLevels(blocks, count, first, factor, at.n, dst);
+    sumInGroups(sum, [&](Sum group, bool first) {
+      const Terms terms(*this, group, at);
+      path_.sumLevels(terms.blocks, group.count, first, group.scale, at.n, dst);
     });
   }
 
@@ -144,14 +184,28 @@ class MinMaxWire {
     }
   }
 
-  Levels levelsIn(const void* chunk, Span at, [[maybe_unused]] Bytes& room) const {
+  const uint8_t* payloadIn(const void* chunk, Span at, [[maybe_unused]] Bytes& room) const {
     const auto* payload = static_cast<const uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
     if constexpr (levels != 256) {
       path_.unpackLevels(payload, at.n, room.q);
       payload = room.q;
     }
-    return {itemAt<Header>(chunk, 0, at.block), payload};
+    return payload;
   }
+
+  // The same block of several chunks.
+  struct Terms {
+    Levels blocks[kMostTerms];
+    Bytes rooms[kMostTerms];
+
+    Terms(const MinMaxWire& wire, Sum sum, Span at) {
+      for (size_t k = 0; k < sum.count; ++k) {
+        const auto [base, scale] = itemAt<Header>(sum.src[k], 0, at.block);
+        const Header header{base * sum.termScale, scale * sum.termScale};
+        blocks[k] = {header, wire.payloadIn(sum.src[k], at, rooms[k])};
+      }
+    }
+  };
 
   const CpuPath& path_;
 };
@@ -180,10 +234,10 @@ class SignWire {
   }
 
   void sum(Sum sum, Span at, float* dst) const {
-    sumInGroups(sum, [&](const void* const* src, size_t count, bool first, float factor) {
+    sumInGroups(sum, [&](Sum group, bool first) {
       Signs blocks[kMostTerms];
-      for (size_t k = 0; k < count; ++k) blocks[k] = signsIn(src[k], at);
-      path_.sumSigns(blocks, count, first, factor, at.n, dst);
+      for (size_t k = 0; k < group.count; ++k) blocks[k] = signsIn(group.src[k], at);
+      path_.sumSigns(blocks, group.count, first, group.scale, at.n, dst);
     });
   }
 

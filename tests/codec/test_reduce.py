@@ -97,3 +97,24 @@ def test_reducing_nothing_is_refused(codec: Codec) -> None:
         codec.reduce_encode(Wire.f32, [], 1.0, 10)
     with pytest.raises(RuntimeError, match="count=0"):
         codec.reduce_decode(Wire.f32, DType.f32, [], 1.0, 10)
+
+
+@pytest.mark.parametrize("wire", [Wire.minmax8, Wire.minmax4])
+@settings(max_examples=60, deadline=None)
+@given(
+    exponents=st.lists(st.sampled_from([-149, -127, -101, -99, -1, 88, 91, 120]), min_size=1, max_size=6),
+    factor=st.sampled_from([0.5, 0.25, 2.0**-20, 2.0**-21, 2.0**-30]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_power_of_two_scales_the_sum_whatever_the_size_of_its_terms(
+    codec: Codec, wire: Wire, exponents: list[int], factor: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    numel = 3 * reference.BLOCK_ELEMS - 5
+    terms = [np.ldexp(rng.standard_normal(numel), exponent).astype(np.float32) for exponent in exponents]
+    src = [reference.encode(wire, DType.f32, x) for x in terms]
+    want = reference.reduced(wire, src, factor, numel)
+    assert_same_numbers(DType.f32, codec.reduce_decode(wire, DType.f32, src, factor, numel), want)
+    assert_same_chunk(
+        wire, codec.reduce_encode(wire, src, factor, numel), reference.encode(wire, DType.f32, want)
+    )
