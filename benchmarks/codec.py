@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import REPOSITORY, Report, Row, finish, parser
@@ -68,7 +68,20 @@ def compile_loop(folder: Path) -> Path:
     return program
 
 
-def measure(program: Path, rounds: int) -> list[Measurement]:
+def measure(program: Path, rounds: int, passes: int) -> list[Measurement]:
+    """The best of each line over `passes` runs: the core may be slow for longer than a line takes."""
+    runs = [measure_once(program, rounds) for _ in range(passes)]
+    return [
+        replace(
+            lines[0],
+            best_ns=min(line.best_ns for line in lines),
+            memcpy_ns=min(line.memcpy_ns for line in lines),
+        )
+        for lines in zip(*runs, strict=True)
+    ]
+
+
+def measure_once(program: Path, rounds: int) -> list[Measurement]:
     """Runs the program on the last usable core alone."""
     core = max(os.sched_getaffinity(0))
     done = subprocess.run(
@@ -122,7 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("codec", __doc__ or "").parse_args(argv)
     report = Report(name="codec", title="codecs against memcpy, one core", quick=options.quick)
     with tempfile.TemporaryDirectory() as folder:
-        measurements = measure(compile_loop(Path(folder)), rounds=3 if options.quick else 101)
+        measurements = measure(
+            compile_loop(Path(folder)), rounds=3 if options.quick else 101, passes=1 if options.quick else 3
+        )
     report.raw["best_ns, memcpy_ns"] = {
         f"{m.path} {m.name} {m.numel}": (m.best_ns, m.memcpy_ns) for m in measurements
     }
