@@ -13,6 +13,7 @@
 #include "codec/codec.h"
 #include "engine/engine.h"
 #include "engine/errors.h"
+#include "engine/momentum_update.h"
 
 namespace py = pybind11;
 
@@ -249,6 +250,26 @@ void bindEngine(py::module_& module) {
       .def("plan", &Engine::plan, withoutGil);
 }
 
+void bindMomentumUpdate(py::module_& module) {
+  const auto withoutGil = py::call_guard<py::gil_scoped_release>();
+  module.def(
+      "apply_momentum",
+      [](const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& momenta,
+         const std::vector<at::Tensor>& averages, const std::vector<at::Tensor>& denominators,
+         const std::vector<double>& sizes) {
+        std::vector<engine::MomentumUpdate> updates;
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          updates.push_back({parameters[i], momenta.at(i), averages.at(i), denominators.at(i), sizes.at(i)});
+        }
+        engine::update(updates);
+      },
+      py::arg("parameters"), py::arg("momenta"), py::arg("averages"), py::arg("denominators"),
+      py::arg("sizes"), withoutGil,
+      "average = momentum; parameter += size * momentum / denominator. Tensors on the CPU.");
+  module.def("all_finite", &engine::allFinite, py::arg("tensors"), withoutGil,
+             "Whether there is neither an infinity nor a NaN in tensors on the CPU.");
+}
+
 }  // namespace
 
 }  // namespace baguarun::bindings
@@ -260,6 +281,7 @@ PYBIND11_MODULE(_C, module) {
   bindings::bindOperations(module);
   bindings::bindEngineState(module);
   bindings::bindEngine(module);
+  bindings::bindMomentumUpdate(module);
   bindings::bindExchanges(module);
   bindings::bindBackend(module);
   bindings::bindControl(module);

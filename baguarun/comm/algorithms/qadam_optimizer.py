@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from baguarun.comm.algorithms.stages import GradientStages
 from baguarun.comm.algorithms.stepper import require_range
+from baguarun.comm.extension import load_extension
 from baguarun.errors import UsageError
 
 
@@ -163,10 +164,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if not gradients:
             return True
         if all(gradient.is_cpu for gradient in gradients):
-            # A tenth of the time that norms take there; of a NaN both ends are NaN.
-            ends = [end for gradient in gradients for end in torch.aminmax(gradient)]
-        else:
-            ends = list(torch._foreach_norm(gradients, math.inf))
+            return bool(load_extension().all_finite(gradients))
+        ends = list(torch._foreach_norm(gradients, math.inf))
         return bool(torch.stack([end.double() for end in ends]).isfinite().all())
 
     def _adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
@@ -190,12 +189,17 @@ class QAdamOptimizer(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         gradients = [_gradient(parameter) for parameter in parameters]
         averages = [state["exp_avg"] for state in states]
-        if self._gradients_are_momentum():
-            torch._foreach_copy_(averages, gradients)
-        else:
-            torch._foreach_lerp_(averages, gradients, 1 - group["betas"][0])
+        denominators = [state["denominator"] for state in states]
         sizes = [-group["lr"] / state["correction"] for state in states]
-        torch._foreach_addcdiv_(parameters, averages, [state["denominator"] for state in states], sizes)
+        if not self._gradients_are_momentum():
+            torch._foreach_lerp_(averages, gradients, 1 - group["betas"][0])
+        elif all(parameter.is_cpu for parameter in parameters):
+            # Two passes over memory in one; both are on the path of every step.
+            load_extension().apply_momentum(parameters, gradients, averages, denominators, sizes)
+            return
+        else:
+            torch._foreach_copy_(averages, gradients)
+        torch._foreach_addcdiv_(parameters, averages, denominators, sizes)
 
     def _gradients_are_momentum(self) -> bool:
         stages = self._stages() if self._stages is not None else None
