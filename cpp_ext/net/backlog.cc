@@ -18,10 +18,14 @@ constexpr std::chrono::milliseconds kStaysFull{50};
 // Checks that "lately" goes back.
 constexpr int kMemory = 16;
 // The queue beyond which a limit is set, what it is set for, and the queue below which it may grow. The way
-// back has its queues, too: half of it may be there.
+// back has its queues, too: half of it may be there. On a long way there must be more of it: what several
+// senders have under way piles up now in front of one line and now of another, which run dry in turn if most
+// of it is on the way. Of 4 ranks that all exchange with all at 100 Mbit/s and 20 ms, lines were busy for
+// 0.81 of the time with these queues alone, for 0.92 with two trips more.
 constexpr microseconds kLongQueue{30'000};
 constexpr microseconds kWantedQueue{20'000};
 constexpr microseconds kShortQueue{18'000};
+constexpr int kQueuedTrips = 2;
 // How often it may grow by a quarter.
 constexpr std::chrono::milliseconds kGrowEvery{200};
 // Less would leave a line of 100 Mbit/s idle whenever our thread waits 10 ms for its turn.
@@ -58,20 +62,21 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
   if (buffering == Buffering::kAsItIs) {
     return;
   }
+  const microseconds further = kQueuedTrips * shortest;
   if (buffering == Buffering::kFree) {
     if (limit_ != 0) {
       setLimit(fd, 0);
     }
-  } else if (queueing > kLongQueue) {
+  } else if (queueing > kLongQueue + further) {
     const uint64_t underWay = uint64_t{info.tcpi_unacked} * info.tcpi_snd_mss;
-    const auto wanted = underWay * static_cast<uint64_t>((shortest + kWantedQueue).count()) /
+    const auto wanted = underWay * static_cast<uint64_t>((shortest + kWantedQueue + further).count()) /
                         static_cast<uint64_t>(trip.count());
     const auto limit = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, kLeastBytes, kMostBytes));
     if (limit_ == 0 || limit < limit_) {
       setLimit(fd, limit);
       lastChange_ = now;
     }
-  } else if (limit_ != 0 && queueing_ < kShortQueue && now - lastChange_ > kGrowEvery) {
+  } else if (limit_ != 0 && queueing_ < kShortQueue + further && now - lastChange_ > kGrowEvery) {
     setLimit(fd, limit_ < kMostBytes ? limit_ + limit_ / 4 : 0);
     lastChange_ = now;
   }
@@ -91,7 +96,7 @@ void Backlog::measure() noexcept {
 // only the first, at least half of it to move half as much.
 uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
   const double onTheWay = static_cast<double>(limit_) * static_cast<double>(shortestTrip_.count()) /
-                          static_cast<double>((shortestTrip_ + kWantedQueue).count());
+                          static_cast<double>(((1 + kQueuedTrips) * shortestTrip_ + kWantedQueue).count());
   return std::max(static_cast<uint32_t>(limit_ / numStreams), static_cast<uint32_t>(onTheWay / 2));
 }
 
