@@ -205,7 +205,7 @@ void reduceEncode(const CpuPath& path, Format format, Sum sum, size_t numel, voi
   // Straight to where they belong, not by way of a room.
   if (isPlain(format.wire)) return reduceDecode(path, format, plainType(format.wire), sum, numel, dst);
   withWire(path, format, [&](const auto& wire) {
-    if constexpr (requires { &std::remove_cvref_t<decltype(wire)>::emitAndSum; }) {
+    if constexpr (requires { wire.scaledFirst(sum, numel); }) {
       encodeSum(wire, sum, numel, dst);
     } else {
       const auto numbersOf = [&](Span at, float* room) -> const float* {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -20,8 +21,8 @@ namespace baguarun::engine {
 
 namespace {
 
-// Numbers of momentum are copied while they are in the first cache. Longer blocks take a quarter more time:
-// reading stands still meanwhile.
+// Numbers of momentum are copied while they are in the first cache. With blocks of 2048 a core that has
+// memory to itself takes a quarter more time: reading stands still meanwhile.
 constexpr int64_t kBlockElems = 256;
 // Per thread, at the least.
 constexpr int64_t kGrainElems = 32 << 10;
@@ -111,7 +112,12 @@ void updateFloats(const MomentumUpdate& update) {
 
 bool isFinite(const at::Tensor& tensor) {
   if (!isFloats(tensor)) {
-    return tensor.numel() == 0 || at::isfinite(tensor).all().item<bool>();
+    if (tensor.numel() == 0) {
+      return true;
+    }
+    // Makes no tensor as large as this one. Of a NaN both ends are NaN.
+    const auto [least, greatest] = at::aminmax(tensor);
+    return std::isfinite(least.item<double>()) && std::isfinite(greatest.item<double>());
   }
   std::atomic<bool> finite{true};
   const auto* const x = tensor.const_data_ptr<float>();
