@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -250,9 +252,40 @@ def finish_at_exit(stepper: _Stepper, finish: Callable[[_Stepper], None]) -> Non
         stepper = this()
         if stepper is not None and dist.is_initialized() and not hasattr(sys, "last_value"):
             finish(stepper)
+            _let_gloo_go_idle()
 
     atexit.register(finish_it)
     weakref.finalize(stepper, atexit.unregister, finish_it)
+
+
+_GLOO_THREAD = "pt_gloo_runloop"
+_IDLE_WAIT_S = 1.0
+
+
+def _let_gloo_go_idle() -> None:
+    """Wait, at most `_IDLE_WAIT_S`, until none of Gloo's threads has something to run.
+
+    They let go of their tensors a moment after `wait` has returned (torch 2.13), and the last to let go of
+    one that Python knows needs the interpreter: where that has ended meanwhile, the process aborts.
+    """
+    give_up_at = time.monotonic() + _IDLE_WAIT_S
+    looks_idle = 0
+    while looks_idle < 3 and time.monotonic() < give_up_at:
+        # The interpreter is theirs meanwhile.
+        time.sleep(0.001)
+        looks_idle = 0 if _any_thread_runs(_GLOO_THREAD) else looks_idle + 1
+
+
+def _any_thread_runs(name: str) -> bool:
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            # "<id> (<name>) <state> ...": proc(5).
+            before, _, after = (task / "stat").read_text().rpartition(") ")
+        except OSError:
+            continue
+        if before.endswith(f"({name}") and after[0] == "R":
+            return True
+    return False
 
 
 def require_range(algorithm: str, field: str, value: float, low: float, high: float | None = None) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -202,6 +203,51 @@ def test_a_fast_rank_may_end_while_a_slow_one_still_trains(tmp_path: Path, backe
             assert process.returncode == 0, output
             assert "trained" in output
             assert "Error" not in output, output
+    finally:
+        for process in processes:
+            process.kill()
+
+
+STARVED = """
+import atexit, os, sys, torch, torch.distributed as dist
+from baguarun.comm.algorithms.stepper import finish_at_exit
+
+class Exchange:
+    def __init__(self):
+        self.sent = torch.ones(90_000)
+
+    def finish(self):
+        dist.all_reduce(self.sent)
+
+os.sched_setaffinity(0, {int(sys.argv[3])})
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+dist.all_reduce(torch.ones(1))
+names = {int(id): open(f"/proc/self/task/{id}/comm").read().strip() for id in os.listdir("/proc/self/task")}
+starved = [id for id, name in names.items() if name == "pt_gloo_runloop"]
+assert starved, names
+for id in starved:
+    os.sched_setscheduler(id, os.SCHED_IDLE, os.sched_param(0))
+exchange = Exchange()
+# The last one registered is the first one called.
+atexit.register(lambda: print("held by", exchange.sent._use_count()))
+finish_at_exit(exchange, Exchange.finish)
+"""
+
+
+def test_gloos_threads_have_let_go_of_tensors_when_the_interpreter_ends(tmp_path: Path) -> None:
+    cpu = str(min(os.sched_getaffinity(0)))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARVED, str(rank), str(tmp_path / "store"), cpu],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        # Without care four hold them, and if that is the last thing to happen the process aborts.
+        assert [process.communicate(timeout=60)[0] for process in processes] == ["held by 1\n"] * 2
+        assert [process.returncode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
