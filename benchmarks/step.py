@@ -139,11 +139,17 @@ def run_contest(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
 
 
 def run_ranks(
-    network: Network, words: list[str], *, pin: bool = True, congestion_control: str = "reno"
+    network: Network,
+    words: list[str],
+    *,
+    pin: bool = True,
+    congestion_control: str = "reno",
+    on_heap_bytes: int = _ON_HEAP_BYTES,
 ) -> list[dict[str, Any]]:
     """Start one `python -m words... --out FILE` per rank, wait, and return what rank 0 wrote.
 
-    `pin` keeps each rank on one CPU. Raises RuntimeError when a rank fails.
+    `pin` keeps each rank on one CPU. Blocks of `on_heap_bytes` go back to the kernel when they are freed.
+    Raises RuntimeError when a rank fails.
     """
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -155,7 +161,11 @@ def run_ranks(
             cpus = sorted(os.sched_getaffinity(0))
             pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if pin else []
             argv = [*pinned, sys.executable, "-m", *words, "--out", str(out)]
-            processes.append(start(argv, env=_environment(rank, address, network), cwd=REPOSITORY))
+            environment = {
+                **_environment(rank, address, network),
+                "MALLOC_MMAP_THRESHOLD_": str(on_heap_bytes),
+            }
+            processes.append(start(argv, env=environment, cwd=REPOSITORY))
         _wait(processes)
         written: list[dict[str, Any]] = json.loads(out.read_text())
     return written
@@ -188,7 +198,6 @@ def _environment(rank: int, address: str, network: Network) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # Contestants take turns in one process. Otherwise it is chance whether the allocator gives a step's
         # gradients back to the kernel, and the turns of some take a third longer than those of others.
-        "MALLOC_MMAP_THRESHOLD_": str(_ON_HEAP_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
         "GLOO_SOCKET_IFNAME": "eth0" if network.lab else "lo",
     }

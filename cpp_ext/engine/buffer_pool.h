@@ -22,6 +22,9 @@ namespace baguarun::engine {
 // Threads: `want` before anything else; the others from anywhere.
 class BufferPool {
  public:
+  // For buffers that a bucket needs during so many stages of a schedule.
+  explicit BufferPool(size_t stages) : stages_(stages) {}
+
   // Says that some bucket will take `bytes`.
   void want(size_t bytes) { bytesEach_ = std::max(bytesEach_, bytes); }
 
@@ -60,13 +63,13 @@ class BufferPool {
   }
 
  private:
-  // One for each stage of a schedule; more of them while all together are small, since what holds up small
+  // Ones so small that all together are no more than this are as many as that allows, since what holds up small
   // buckets is latency, which many at once share.
-  static constexpr size_t kStages = 3;
   static constexpr size_t kSmallBytes = size_t{8} << 20;
 
-  size_t most() const { return std::max(kStages, kSmallBytes / std::max(bytesEach_, size_t{1})); }
+  size_t most() const { return std::max(stages_, kSmallBytes / std::max(bytesEach_, size_t{1})); }
 
+  const size_t stages_;
   std::mutex mutex_;
   std::condition_variable freed_;
   size_t bytesEach_ = 0;
@@ -78,12 +81,14 @@ class BufferPool {
 // The scratch memory of one schedule. Buffers of a pool are all as large as the largest, so that what differs
 // in size or in how long it is needed has pools of its own.
 struct Buffers {
-  // What an exchange encodes and receives, from its begin to its end.
-  std::shared_ptr<BufferPool> exchanged = std::make_shared<BufferPool>();
+  // What an exchange encodes and whatever else it needs from its begin to its end.
+  std::shared_ptr<BufferPool> exchanged = std::make_shared<BufferPool>(3);
+  // What an exchange receives to sum up, from its begin until it is summed up.
+  std::shared_ptr<BufferPool> received = std::make_shared<BufferPool>(2);
   // Exchange by rail: what the own node contributes, until it is summed up. One bucket does so at a time.
-  std::shared_ptr<BufferPool> contributed = std::make_shared<BufferPool>();
+  std::shared_ptr<BufferPool> contributed = std::make_shared<BufferPool>(1);
   // Exchange by rail of 16-bit gradients: their sum in fp32, from its begin to its end.
-  std::shared_ptr<BufferPool> summed = std::make_shared<BufferPool>();
+  std::shared_ptr<BufferPool> summed = std::make_shared<BufferPool>(3);
 };
 
 }  // namespace baguarun::engine

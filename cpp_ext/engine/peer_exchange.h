@@ -30,7 +30,7 @@ class PeerExchange final : public HostOperation {
  public:
   // `ranks`: those of the group that take part, this one among them. "Rank" means a place in it below.
   PeerExchange(const Group& group, const Bucket& bucket, const std::vector<int>& ranks,
-               std::shared_ptr<BufferPool> buffers)
+               const Buffers& buffers)
       : group_(group),
         ranks_(ranks),
         rank_(placeOf(group->getRank(), ranks)),
@@ -43,7 +43,8 @@ class PeerExchange final : public HostOperation {
         elementSize_(bucket.flat.element_size()),
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
         flat_(bucket.flat),
-        buffers_(std::move(buffers)),
+        coded_(buffers.exchanged),
+        received_(buffers.received),
         residual_(bucket.residual),
         resultResidual_(bucket.resultResidual) {
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
@@ -55,12 +56,13 @@ class PeerExchange final : public HostOperation {
     chunks_.resize(size_);
     contributions_.resize(size_);
     sources_.resize(size_);
-    buffers_->want(bufferBytes());
+    coded_->want(codedBytes());
+    received_->want((size_ - 1) * alignedBytes(chunkBytes(rank_)));
   }
 
   void begin(uint32_t round) override {
     round_ = round;
-    takeBuffer();
+    takeBuffers();
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->clear();
     }
@@ -86,6 +88,7 @@ class PeerExchange final : public HostOperation {
       scatterReceives_.wait(i, "receiving the contribution of");
     }
     reduceChunk();
+    received_->give(std::move(receivedBuffer_));
     for (size_t step = 1; step < size_; ++step) {
       pace(step, gatherReceives_, "receiving the result of");
       send(chunks_[rank_], target(step), Stage::kGather, gatherSends_);
@@ -104,11 +107,12 @@ class PeerExchange final : public HostOperation {
     for (size_t i = 0; i < gatherSends_.size(); ++i) {
       gatherSends_.wait(i, "sending a result to");
     }
-    buffers_->give(std::move(buffer_));
+    coded_->give(std::move(codedBuffer_));
   }
 
   void abort() override {
-    buffers_->abort();
+    coded_->abort();
+    received_->abort();
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->abort();
     }
@@ -137,28 +141,30 @@ class PeerExchange final : public HostOperation {
     return static_cast<int64_t>(layout_.numElements(rank) * elementSize_);
   }
 
-  size_t bufferBytes() const {
-    size_t bytes = (size_ - 1) * alignedBytes(chunkBytes(rank_));
+  // Plain chunks lie in the bucket.
+  size_t codedBytes() const {
+    size_t bytes = 0;
     for (size_t peer = 0; peer < size_ && !plain_; ++peer) {
       bytes += alignedBytes(chunkBytes(peer));
     }
     return bytes;
   }
 
-  // Plain chunks lie in the bucket; all else lies in the pool's buffer, one after the other.
-  void takeBuffer() {
-    buffer_ = buffers_->take();
+  void takeBuffers() {
+    codedBuffer_ = coded_->take();
+    receivedBuffer_ = received_->take();
     size_t used = 0;
-    const auto slice = [&](size_t bytes) {
-      const at::Tensor found = buffer_.narrow(0, static_cast<int64_t>(used), static_cast<int64_t>(bytes));
+    const auto slice = [&used](const at::Tensor& buffer, size_t bytes) {
+      const at::Tensor found = buffer.narrow(0, static_cast<int64_t>(used), static_cast<int64_t>(bytes));
       used += alignedBytes(bytes);
       return found;
     };
     for (size_t peer = 0; peer < size_; ++peer) {
-      chunks_[peer] = plain_ ? plainChunk(peer) : slice(chunkBytes(peer));
+      chunks_[peer] = plain_ ? plainChunk(peer) : slice(codedBuffer_, chunkBytes(peer));
     }
+    used = 0;
     for (size_t peer = 0; peer < size_; ++peer) {
-      contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(chunkBytes(rank_));
+      contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(receivedBuffer_, chunkBytes(rank_));
       sources_[peer] = contributions_[peer].data_ptr();
     }
   }
@@ -257,15 +263,17 @@ class PeerExchange final : public HostOperation {
   const size_t elementSize_;
   const ChunkLayout layout_;
   const at::Tensor flat_;
-  const std::shared_ptr<BufferPool> buffers_;
+  const std::shared_ptr<BufferPool> coded_;
+  const std::shared_ptr<BufferPool> received_;
   const at::Tensor residual_;
   const at::Tensor resultResidual_;
   // With error feedback: the own chunk's sum in fp32.
   at::Tensor sum_;
   uint32_t round_ = 0;
-  // The pool's, while a round is under way.
-  at::Tensor buffer_;
-  // Chunk of rank p, as bytes: a slice of the bucket if plain, else of the pool's buffer.
+  // The pools', while a round is under way and until contributions are summed up.
+  at::Tensor codedBuffer_;
+  at::Tensor receivedBuffer_;
+  // Chunk of rank p, as bytes: a slice of the bucket if plain, else of the buffer.
   std::vector<at::Tensor> chunks_;
   // What rank p contributes to the own chunk.
   std::vector<at::Tensor> contributions_;

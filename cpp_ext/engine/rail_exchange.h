@@ -29,7 +29,7 @@ inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Buc
   if (RingExchange::suits(bucket, ranks.size())) {
     return std::make_unique<RingExchange>(group, bucket, ranks, buffers.exchanged);
   }
-  return std::make_unique<PeerExchange>(group, bucket, ranks, buffers.exchanged);
+  return std::make_unique<PeerExchange>(group, bucket, ranks, buffers);
 }
 
 // Every rank gives each owner of its node that owner's shard, as it is; the owner sums in fp32, exchanges the
