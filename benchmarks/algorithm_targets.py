@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.cost_model import HEADER_BYTES, Cluster, Cost, Gradients, cost_of, limit_s
+from benchmarks.cost_model import HEADER_BYTES, Alone, Cluster, Cost, Gradients, cost_of, limit_s
 from benchmarks.harness import Row
 
 _STOCK = ("ddp", "ddp_fp16", "ddp_powersgd")
@@ -55,6 +55,16 @@ class Measured:
     sent_packets: float = 0.0
     """Of the same NIC: a header each in `sent_bytes`."""
     rounds_per_step: float = 1.0
+    until_gradients_s: float = 0.0
+    """Of training alone; as in `Alone`."""
+    optimizer_s: float = 0.0
+
+    @property
+    def alone(self) -> Alone:
+        """What the cost model asks for."""
+        return Alone(
+            step_s=self.step_s, until_gradients_s=self.until_gradients_s, optimizer_s=self.optimizer_s
+        )
 
     @property
     def payload_bytes(self) -> float:
@@ -79,13 +89,13 @@ def judge(
     samples_per_step: int,
 ) -> list[Row]:
     """The table's lines for one network; `found` by case, with `ddp` and `alone` among them."""
-    alone_s = found["alone"].step_s
+    alone = found["alone"].alone
     rows = []
     for case, ours in found.items():
         if case in ("ddp", "alone"):
             continue
         cost = cost_of(case, cluster, gradients, ours.rounds_per_step)
-        least_s = alone_s if cost is None else limit_s(cost, cluster, alone_s)
+        least_s = alone.step_s if cost is None else limit_s(cost, cluster, alone)
         words = [
             f"{place}: {case}",
             *_to_stock(ours, found),
@@ -96,7 +106,7 @@ def judge(
         rows += _speed(", ".join(words), cluster, gradients, ours, found)
         if cost is None or cluster.hosts == 1:
             continue
-        if cost.seconds(cluster) > alone_s:
+        if cost.seconds(cluster) > alone.step_s:
             rows.append(
                 Row(
                     what=f"{place}: {case}, limit by the cost model / measured",
@@ -143,7 +153,7 @@ def _to_stock(ours: Measured, found: Mapping[str, Measured]) -> list[str]:
 def _speed(
     words: str, cluster: Cluster, gradients: Gradients, ours: Measured, found: Mapping[str, Measured]
 ) -> list[Row]:
-    ddp, alone_s = found["ddp"], found["alone"].step_s
+    ddp, alone = found["ddp"], found["alone"].alone
     figures = {"peer": _figures(ddp), "ours": _figures(ours)}
     base, _, _ = ours.case.partition("@")
     rows = []
@@ -165,7 +175,7 @@ def _speed(
                 what=f"{words}; the speed of training alone",
                 peer=_figures(found["alone"]),
                 ours=figures["ours"],
-                value=alone_s / ours.step_s,
+                value=alone.step_s / ours.step_s,
                 target=0.85 if cluster.rate_mbit is None else 0.95,
                 at_least=True,
                 unit="x",
@@ -177,7 +187,7 @@ def _speed(
         target = 1.0
     elif not ours.is_stock:
         cost = cost_of(ours.case, cluster, gradients, ours.rounds_per_step)
-        is_win = cost is not None and _is_win(cost, cluster, gradients, alone_s)
+        is_win = cost is not None and _is_win(cost, cluster, gradients, alone)
         target = _SLOWER_IF_PREDICTED_FASTER if is_win else _SLOWER_IF_NOT
         note = "" if is_win else ", no cost model" if cost is None else ", no win predicted"
     rows.append(
@@ -192,10 +202,10 @@ def _speed(
     return rows
 
 
-def _is_win(cost: Cost, cluster: Cluster, gradients: Gradients, alone_s: float) -> bool:
+def _is_win(cost: Cost, cluster: Cluster, gradients: Gradients, alone: Alone) -> bool:
     ddp = cost_of("ddp", cluster, gradients)
     assert ddp is not None
-    return limit_s(cost, cluster, alone_s) < _WORTH_MENTIONING * limit_s(ddp, cluster, alone_s)
+    return limit_s(cost, cluster, alone) < _WORTH_MENTIONING * limit_s(ddp, cluster, alone)
 
 
 def _less_by_rail(place: str, found: Mapping[str, Measured]) -> list[Row]:

@@ -8,12 +8,18 @@ An all-reduce of few bytes goes by doubling on `baguanet`, where hosts exchange 
 others: S log2(N), in fewer messages.
 
 A `_run` is a training in short, the warm-up its first tenth: its cost is the mean of its steps'.
+
+How long a step takes at least is forward, then backward and the wire side by side from the first gradient
+on, then the optimizer: gradients cannot be sent before there are any, nor be applied before the last of them
+has arrived. Weights on the way to neighbours were there before; whoever applies what came when it comes hides
+all of it. The parts are measured, without communication.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum
 
 HEADER_BYTES = 66
 """Of an Ethernet frame with TCP and its timestamps."""
@@ -101,6 +107,25 @@ class Gradients:
         return 4 * left, 4 * right, 4 * rest
 
 
+class Behind(Enum):
+    """What the wire can be busy behind, as far as that is long enough."""
+
+    BACKWARD = "from the first gradient to the last"
+    COMPUTING = "forward and backward, not the optimizer"
+    STEP = "all of the step"
+    NOTHING = "training waits for all of it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """Seconds of a step that communicates nothing, and of its parts."""
+
+    step_s: float
+    until_gradients_s: float = 0.0
+    """From the begin of the step until the first gradient is there."""
+    optimizer_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one step on the wire."""
@@ -109,8 +134,7 @@ class Cost:
     """Payload that leaves each host."""
     messages: float
     """That follow each other, each waiting for the one before."""
-    is_hidden: bool = True
-    """Behind computation, as far as that is long enough; else training waits for all of it."""
+    behind: Behind = Behind.BACKWARD
     stages: tuple[tuple[float, Cost], ...] = ()
     """Of a run: shares of its steps and what one of them costs. The fields above are the mean then."""
 
@@ -129,12 +153,18 @@ class Cost:
         return self.wire_bytes() * 8e-6 / cluster.rate_mbit + latency_s
 
 
-def limit_s(cost: Cost, cluster: Cluster, alone_s: float) -> float:
-    """The least that a step can take that computes for `alone_s`."""
+def limit_s(cost: Cost, cluster: Cluster, alone: Alone) -> float:
+    """The least that a step can take."""
     if cost.stages:
-        return sum(share * limit_s(stage, cluster, alone_s) for share, stage in cost.stages)
+        return sum(share * limit_s(stage, cluster, alone) for share, stage in cost.stages)
     wire_s = cost.seconds(cluster)
-    return max(alone_s, wire_s) if cost.is_hidden else alone_s + wire_s
+    if cost.behind is Behind.NOTHING:
+        return alone.step_s + wire_s
+    if cost.behind is Behind.BACKWARD:
+        wire_s += alone.until_gradients_s
+    if cost.behind is not Behind.STEP:
+        wire_s += alone.optimizer_s
+    return max(alone.step_s, wire_s)
 
 
 def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: float = 1.0) -> Cost | None:
@@ -176,18 +206,21 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
         # send a shard each, and two hosts are each other's only neighbour.
         is_pair = cluster.hosts == 2 and (level != "flat" or cluster.per_host == 1)
         coded_bytes = size_bytes * _ratio(_CODED_NEIGHBOURS[base])
-        return Cost(host_bytes=(1 if is_pair else 2) * coded_bytes, messages=1)
+        return Cost(host_bytes=(1 if is_pair else 2) * coded_bytes, messages=1, behind=Behind.STEP)
     if base in ("decentralized_shift_one", "decentralized_exponential"):
         senders = 1.0 if level != "flat" else _senders(cluster, is_exponential=base.endswith("exponential"))
-        return Cost(host_bytes=senders * size_bytes, messages=1)
-    is_hidden = base not in _WAITING
-    if base in ("decentralized", "async_model_average", "local_sgd", "diloco"):
+        return Cost(host_bytes=senders * size_bytes, messages=1, behind=Behind.COMPUTING)
+    if base == "decentralized":
         whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat")
-        return _times(whole, rounds_per_step, is_hidden=is_hidden)
+        return replace(whole, behind=Behind.COMPUTING)
+    behind = Behind.NOTHING if base in _WAITING else Behind.STEP
+    if base in ("async_model_average", "local_sgd", "diloco"):
+        whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat")
+        return _times(whole, rounds_per_step, behind=behind)
     if base in ("diloco_int8", "diloco_overlapped"):
         coded = _direct(cluster, size_bytes * _ratio(8), by_rail=level != "flat")
         rounds = rounds_per_step / (_FRAGMENTS if base == "diloco_overlapped" else 1)
-        return _times(coded, rounds, is_hidden=is_hidden)
+        return _times(coded, rounds, behind=behind)
     return None
 
 
@@ -229,11 +262,11 @@ def _mean(stages: tuple[tuple[float, Cost], ...]) -> Cost:
     )
 
 
-def _times(cost: Cost, rounds_per_step: float, *, is_hidden: bool) -> Cost:
+def _times(cost: Cost, rounds_per_step: float, *, behind: Behind) -> Cost:
     return Cost(
         host_bytes=cost.host_bytes * rounds_per_step,
         messages=cost.messages * rounds_per_step,
-        is_hidden=is_hidden,
+        behind=behind,
     )
 
 

@@ -4,9 +4,9 @@ hosts with two each, where algorithms that can do so exchange by rail.
 What counts is the high-water mark of the resident set (VmHWM), from the start of a fresh process to the end
 of some steps with Adam (`sparse` and its peer: SGD with momentum), exchanges of weights and compressed steps
 included. The model is large, so that little else is seen; DDP keeps its gradients as views of its buckets,
-the leaner of its two ways. Blocks of 64 KiB and more go back to the kernel when they are freed, for everybody:
-what of the C library's heap lies idle differs from run to run by as much as is looked for here. On
-`--networks loopback` memory that ranks share is counted in each of them.
+the leaner of its two ways. Blocks of 64 KiB and more go back to the kernel when they are freed, for
+everybody: what of the C library's heap lies idle differs from run to run by as much as is looked for here.
+On `--networks loopback` memory that ranks share is counted in each of them.
 
 Needs root for hosts (network namespaces, `tests/lab`).
 """

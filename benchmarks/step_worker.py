@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -96,6 +97,10 @@ class Block:
     """Of the same NIC: frames, as large as it takes them."""
     rounds_per_step: float = 1.0
     """Exchanges of weights; 1 for who exchanges something else."""
+    until_gradients_s: float = 0.0
+    """Of `alone`, the ranks' mean: from the begin of a step until the first gradient is there."""
+    optimizer_s: float = 0.0
+    """Likewise, the optimizer's part."""
 
 
 def build_model(name: str) -> tuple[torch.nn.Module, int]:
@@ -176,6 +181,50 @@ class Training:
     belong to the turn."""
     rounds: Callable[[], int] | None
     """Exchanges of weights so far; None for who exchanges something else."""
+    watch: Callable[[], Watch]
+    """Looks at the steps from now on."""
+
+
+class Watch:
+    """Tells when in its steps a training gets where."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            for parameter in model.parameters()
+        ]
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._note_optimizer),
+            optimizer.register_step_post_hook(self._note_end),
+        ]
+        self._began_at = time.perf_counter()
+        self._has_gradients = False
+        self._optimizer_at = 0.0
+        self._until_gradients_s: list[float] = []
+        self._optimizer_s: list[float] = []
+
+    def end(self) -> tuple[float, float]:
+        """Seconds until the first gradient was there, and the optimizer's; the ranks' means."""
+        for hook in self._hooks:
+            hook.remove()
+        means = torch.tensor([fmean(self._until_gradients_s), fmean(self._optimizer_s)], dtype=torch.float64)
+        dist.all_reduce(means)
+        until_gradients_s, optimizer_s = (means / dist.get_world_size()).tolist()
+        return until_gradients_s, optimizer_s
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._until_gradients_s.append(time.perf_counter() - self._began_at)
+
+    def _note_optimizer(self, *_: Any) -> None:
+        self._optimizer_at = time.perf_counter()
+
+    def _note_end(self, *_: Any) -> None:
+        # The next step begins.
+        self._began_at = time.perf_counter()
+        self._optimizer_s.append(self._began_at - self._optimizer_at)
+        self._has_gradients = False
 
 
 def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Training:
@@ -211,7 +260,7 @@ def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Traini
             exchanging.finish()
 
     rounds = None if ours is None or exchanging is None else lambda: ours.stats().weight_rounds
-    return Training(step, finish, drain, rounds)
+    return Training(step, finish, drain, rounds, lambda: Watch(model, optimizer))
 
 
 def _forget(optimizer: QAdamOptimizer) -> None:
@@ -291,8 +340,19 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
             moved = (bytes_after - bytes_before) / steps[case]
             packets = (packets_after - packets_before) / steps[case]
             rate = (rounds() - rounds_before) / steps[case] if trainings[case].rounds else 1.0
-            blocks.append(Block(case, number, steps[case], step_s, moved, packets, rate))
+            block = Block(case, number, steps[case], step_s, moved, packets, rate)
+            blocks.append(take_apart(block, trainings[case]) if case == "alone" else block)
     return blocks
+
+
+def take_apart(block: Block, training: Training) -> Block:
+    """The block with the parts of a step, from as many further ones."""
+    dist.barrier()
+    watch = training.watch()
+    for _ in range(block.steps):
+        training.step()
+    until_gradients_s, optimizer_s = watch.end()
+    return replace(block, until_gradients_s=until_gradients_s, optimizer_s=optimizer_s)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.algorithm_targets import Measured, judge, judge_latency
 from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, jobs, medians
-from benchmarks.cost_model import Cluster, Cost, Gradients, cost_of, limit_s
+from benchmarks.cost_model import Alone, Behind, Cluster, Cost, Gradients, cost_of, limit_s
 from benchmarks.harness import Row
 
 FLAT = Cluster(hosts=4, ranks=4, rate_mbit=100)
@@ -64,7 +64,7 @@ def test_bytes_that_leave_a_host(case: str, cluster: Cluster, of_size: float) ->
 
 def test_what_exchanges_now_and_then_costs_as_often() -> None:
     local = cost_of("local_sgd", FLAT, Gradients(((20000,),)), rounds_per_step=1 / 8)
-    assert local == Cost(host_bytes=15000, messages=0.75, is_hidden=False)
+    assert local == Cost(host_bytes=15000, messages=0.75, behind=Behind.NOTHING)
     overlapped = cost_of("diloco_overlapped", FLAT, GRADIENTS, rounds_per_step=0.04)
     whole = cost_of("diloco_int8", FLAT, GRADIENTS, rounds_per_step=0.01)
     assert overlapped is not None and whole is not None
@@ -99,7 +99,7 @@ def test_a_run_takes_as_long_as_its_steps_and_not_as_their_mean() -> None:
     )
     assert run is not None and warm is not None and compressed is not None
     assert compressed.seconds(FLAT) < 0.05
-    assert limit_s(run, FLAT, 0.05) == pytest.approx(0.1 * warm.seconds(FLAT) + 0.9 * 0.05)
+    assert limit_s(run, FLAT, Alone(step_s=0.05)) == pytest.approx(0.1 * warm.seconds(FLAT) + 0.9 * 0.05)
 
 
 def test_every_contestant_has_a_cost() -> None:
@@ -111,13 +111,44 @@ def test_every_contestant_has_a_cost() -> None:
 def test_a_step_takes_as_long_as_the_slower_of_computing_and_wire() -> None:
     # One second at 100 Mbit/s, headers aside.
     cost = Cost(host_bytes=12.5e6, messages=2)
-    assert 1.0 < cost.seconds(FLAT) < 1.05
-    assert limit_s(cost, FLAT, 3.0) == 3.0
-    waiting = Cost(host_bytes=12.5e6, messages=2, is_hidden=False)
-    assert limit_s(waiting, FLAT, 3.0) == 3.0 + cost.seconds(FLAT)
+    wire_s = cost.seconds(FLAT)
+    assert 1.0 < wire_s < 1.05
+    assert limit_s(cost, FLAT, Alone(step_s=3.0)) == 3.0
     delayed = Cluster(hosts=4, ranks=4, rate_mbit=100, delay_ms=5)
-    assert cost.seconds(delayed) == pytest.approx(cost.seconds(FLAT) + 2 * 0.010)
+    assert cost.seconds(delayed) == pytest.approx(wire_s + 2 * 0.010)
     assert cost.seconds(Cluster(hosts=4, ranks=4)) == 0.0
+
+
+def test_what_cannot_be_hidden_comes_on_top() -> None:
+    alone = Alone(step_s=0.5, until_gradients_s=0.25, optimizer_s=0.125)
+    costs = {behind: Cost(host_bytes=12.5e6, messages=2, behind=behind) for behind in Behind}
+    wire_s = costs[Behind.STEP].seconds(FLAT)
+    found = {behind: limit_s(cost, FLAT, alone) for behind, cost in costs.items()}
+    assert found == {
+        Behind.BACKWARD: pytest.approx(0.25 + wire_s + 0.125),
+        Behind.COMPUTING: pytest.approx(wire_s + 0.125),
+        Behind.STEP: wire_s,
+        Behind.NOTHING: 0.5 + wire_s,
+    }
+    # Where computing takes longer, the wire costs nothing.
+    little = Cost(host_bytes=1.25e4, messages=2)
+    assert limit_s(little, FLAT, alone) == 0.5
+
+
+def test_who_sends_what_behind_what() -> None:
+    wanted = {
+        "ddp": Behind.BACKWARD,
+        "bytegrad": Behind.BACKWARD,
+        "power_sgd": Behind.BACKWARD,
+        "decentralized": Behind.COMPUTING,
+        "decentralized_shift_one": Behind.COMPUTING,
+        "low_precision_decentralized": Behind.STEP,
+        "async_model_average": Behind.STEP,
+        "diloco_overlapped": Behind.STEP,
+        "diloco": Behind.NOTHING,
+    }
+    costs = {case: cost_of(case, FLAT, MLP) for case in wanted}
+    assert {case: cost.behind for case, cost in costs.items() if cost is not None} == wanted
 
 
 def measured(case: str, step_s: float, sent_bytes: float = 0.0) -> Measured:
@@ -194,7 +225,8 @@ def test_ours_is_compared_with_the_best_stock_one_on_either_transport() -> None:
 def test_pairs_are_of_one_job_and_alone_is_no_pair() -> None:
     def block(job: int, case: str, number: int, step_s: float) -> dict[str, Any]:
         sent = {"sent_bytes_per_step": 132.0, "sent_packets_per_step": 1.0, "rounds_per_step": 1.0}
-        return {"job": job, "case": case, "round": number, "step_s": step_s, **sent}
+        parts = {"until_gradients_s": step_s / 2, "optimizer_s": step_s / 4}
+        return {"job": job, "case": case, "round": number, "step_s": step_s, **sent, **parts}
 
     turns = [
         (0, "alone", 0, 0.1),
@@ -204,6 +236,7 @@ def test_pairs_are_of_one_job_and_alone_is_no_pair() -> None:
     ]
     found = medians([block(*turn) for turn in turns])
     assert found["alone"].step_s == pytest.approx(0.2)
+    assert found["alone"].alone == Alone(step_s=0.2, until_gradients_s=0.1, optimizer_s=0.05)
     assert found["bytegrad"].ratio_to_ddp == 0.25
     assert found["bytegrad"].payload_bytes == 66.0
     assert found["sparse"].ratio_to_ddp == 0.1
