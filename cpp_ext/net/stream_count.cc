@@ -24,7 +24,11 @@ constexpr milliseconds kLongestTrial{1'000};
 // All have to move as much more than one.
 constexpr double kWorthIt = 1.5;
 constexpr milliseconds kSettle{500};
-constexpr seconds kFirstPause{20};
+// All are in use for as long before one is looked at again.
+constexpr seconds kFirstStay{20};
+// From a trial to the next one. A trial in vain costs 0.2 s where several links share a line: streams that were
+// idle have small windows, and a message is not done before its slowest piece is.
+constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
 
 }  // namespace
@@ -76,12 +80,12 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       const bool isLong = now >= nextTrial_ && observed.queueing > kLongQueue;
       // Others that keep the queue short would have us wait for a long one for ever.
       const bool isDue =
-          now - since_ > std::max<Clock::duration>(pause_, kFirstPause) && observed.queueing > kQueue;
+          now - since_ > std::max<Clock::duration>(stay_, kFirstStay) && observed.queueing > kQueue;
       if (!isPersistent(isLong || isDue, now)) {
         return false;
       }
       if (isDue) {
-        pause_ = std::clamp<Clock::duration>(2 * pause_, kFirstPause, kLongestPause);
+        stay_ = std::clamp<Clock::duration>(2 * stay_, kFirstStay, kLongestPause);
       }
       return go(Phase::kOne, now);
     }

@@ -57,7 +57,9 @@ class StreamCount {
   double rateOfOne_ = 0;
   double rateOfAll_ = 0;
   Clock::time_point nextTrial_{};
+  // How long trials are apart, and how long all streams are used, at least.
   Clock::duration pause_{0};
+  Clock::duration stay_{0};
   // How often in a row, and since when, what was observed spoke for a change.
   int numSigns_ = 0;
   Clock::time_point firstSign_{};
