@@ -63,8 +63,8 @@ class BufferPool {
   }
 
  private:
-  // Ones so small that all together are no more than this are as many as that allows, since what holds up small
-  // buckets is latency, which many at once share.
+  // Ones so small that all together are no more than this are as many as that allows, since what holds up
+  // small buckets is latency, which many at once share.
   static constexpr size_t kSmallBytes = size_t{8} << 20;
 
   size_t most() const { return std::max(stages_, kSmallBytes / std::max(bytesEach_, size_t{1})); }

@@ -9,6 +9,7 @@
 
 #include "engine/errors.h"
 #include "engine/host_operation.h"
+#include "engine/pieces.h"
 #include "engine/ranges.h"
 #include "engine/schedule.h"
 #include "net/waits.h"
@@ -73,51 +74,39 @@ class StageThread {
   std::thread thread_;
 };
 
-// Before another operation sends the bucket: mixes momentum into it, and has what is owed kept.
-class Prepared final : public HostOperation {
- public:
-  Prepared(const Bucket& bucket, std::unique_ptr<HostOperation> exchange)
-      : momentum_(bucket.momentum), kept_(bucket.kept), exchange_(std::move(exchange)) {}
+// One piece's way through the stages, and what is done to its bucket before the first of them sends anything
+// and after the last one has arrived.
+struct Task {
+  std::unique_ptr<HostOperation> operation;
+  size_t bucket = 0;
+  bool isLast = true;
+  // Of the bucket, for its first and its last piece; null: nothing.
+  std::shared_ptr<KeptResiduals> kept = nullptr;
+  std::shared_ptr<const MomentumStep> mixed = nullptr;
+  std::shared_ptr<const MomentumStep> restored = nullptr;
 
-  void begin(uint32_t round) override {
-    if (kept_) {
-      kept_->beforeWrite();
+  void begin(uint32_t round) const {
+    if (kept) {
+      kept->beforeWrite();
     }
-    if (momentum_) {
-      momentum_->mix();
+    if (mixed) {
+      mixed->mix();
     }
-    exchange_->begin(round);
+    operation->begin(round);
   }
 
-  void reduce() override { exchange_->reduce(); }
-
-  void complete() override {
-    exchange_->complete();
-    if (momentum_) {
-      momentum_->restore();
+  void complete() const {
+    operation->complete();
+    if (restored) {
+      restored->restore();
     }
   }
 
-  void abort() override { exchange_->abort(); }
-
-  uint64_t bytesPerRound() const override { return exchange_->bytesPerRound(); }
-
- private:
-  const std::shared_ptr<const MomentumStep> momentum_;
-  const std::shared_ptr<KeptResiduals> kept_;
-  const std::unique_ptr<HostOperation> exchange_;
+  bool beginsAtOnce() const { return !kept && !mixed && operation->beginsAtOnce(); }
 };
 
-std::unique_ptr<HostOperation> operationOn(const Group& group, const Bucket& bucket, const Buffers& buffers) {
-  auto exchange = makeHostOperation(group, bucket, buffers);
-  if (!bucket.momentum && !bucket.kept) {
-    return exchange;
-  }
-  return std::make_unique<Prepared>(bucket, std::move(exchange));
-}
-
-// Buckets pass through three threads: while bucket b waits for the others, b+1 is encoded and sent, and b-1
-// decoded.
+// Pieces of buckets pass through three threads: while piece p waits for the others, p+1 is encoded and sent,
+// and p-1 decoded.
 class HostSchedule final : public Schedule {
  public:
   HostSchedule(const Group& group, const std::vector<Bucket>& buckets)
@@ -127,14 +116,30 @@ class HostSchedule final : public Schedule {
         reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
         begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
     const Buffers buffers;
+    size_t numPieces = 0;
     for (const Bucket& bucket : buckets) {
-      operations_.push_back(operationOn(group, bucket, buffers));
+      firstTask_.push_back(tasks_.size());
+      uint64_t sentBytes = 0;
+      for (Bucket& piece : cutIntoPieces(bucket, static_cast<size_t>(group->getSize()))) {
+        // By which its messages are told from others'.
+        piece.index = numPieces++;
+        tasks_.push_back({.operation = makeHostOperation(group, piece, buffers),
+                          .bucket = labels_.size(),
+                          .isLast = false});
+        sentBytes += tasks_.back().operation->bytesPerRound();
+      }
+      tasks_[firstTask_.back()].kept = bucket.kept;
+      tasks_[firstTask_.back()].mixed = bucket.momentum;
+      tasks_.back().restored = bucket.momentum;
+      tasks_.back().isLast = true;
       labels_.push_back("bucket " + bucket.label);
-      tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
+      tracks_.add(labels_.back(), bucket.bytes, sentBytes);
     }
-    beginsAtOnce_ = std::ranges::all_of(operations_, &HostOperation::beginsAtOnce);
+    beginsAtOnce_ = std::ranges::all_of(tasks_, &Task::beginsAtOnce);
     // The last place belongs to the flags.
-    operations_.emplace_back();
+    firstTask_.push_back(tasks_.size());
+    tasks_.push_back({.operation = nullptr, .bucket = labels_.size()});
+    firstTask_.push_back(tasks_.size());
     labels_.emplace_back("agreement on used parameters");
     tracks_.add(labels_.back(), 0, 0);
   }
@@ -144,22 +149,26 @@ class HostSchedule final : public Schedule {
   void stored(size_t index) override { tracks_.stored(index); }
 
   void launch(size_t index, uint32_t round) override {
+    const size_t first = firstTask_[index];
+    const size_t end = firstTask_[index + 1];
     {
       const std::scoped_lock lock(mutex_);
       round_ = round;
-      ++launched_;
+      launched_ += end - first;
     }
     tracks_.full(index, round);
-    if (beginsAtOnce_) {
-      runBegin(index);
-    } else {
-      begin_.push(index);
+    for (size_t task = first; task < end; ++task) {
+      if (beginsAtOnce_) {
+        runBegin(task);
+      } else {
+        begin_.push(task);
+      }
     }
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
-    operations_.back() = makeHostFlags(group_, flags);
-    launch(operations_.size() - 1, round);
+    tasks_.back().operation = makeHostFlags(group_, flags);
+    launch(tasks_.back().bucket, round);
   }
 
   void finish() override {
@@ -183,8 +192,8 @@ class HostSchedule final : public Schedule {
 
   uint64_t bytesPerRound() const override {
     uint64_t bytes = 0;
-    for (const auto& operation : operations_) {
-      bytes += operation ? operation->bytesPerRound() : 0;
+    for (const Task& task : tasks_) {
+      bytes += task.operation ? task.operation->bytesPerRound() : 0;
     }
     return bytes;
   }
@@ -196,18 +205,20 @@ class HostSchedule final : public Schedule {
       const std::scoped_lock lock(mutex_);
       round = round_;
     }
-    guarded(task, "begin", [&] { operations_[task]->begin(round); });
+    guarded(task, "begin", [&] { tasks_[task].begin(round); });
     reduce_.push(task);
   }
 
   void runReduce(size_t task) {
-    guarded(task, "reduce", [&] { operations_[task]->reduce(); });
+    guarded(task, "reduce", [&] { tasks_[task].operation->reduce(); });
     complete_.push(task);
   }
 
   void runComplete(size_t task) {
-    guarded(task, "complete", [&] { operations_[task]->complete(); });
-    tracks_.final(task);
+    guarded(task, "complete", [&] { tasks_[task].complete(); });
+    if (tasks_[task].isLast) {
+      tracks_.final(tasks_[task].bucket);
+    }
     {
       const std::scoped_lock lock(mutex_);
       ++completed_;
@@ -226,10 +237,10 @@ class HostSchedule final : public Schedule {
       }
     }
     try {
-      const StageSpan span(tracks_[task], stage);
+      const StageSpan span(tracks_[tasks_[task].bucket], stage);
       run();
     } catch (const std::exception& error) {
-      fail(labels_[task] + ": " + textOf(error));
+      fail(labels_[tasks_[task].bucket] + ": " + textOf(error));
     }
   }
 
@@ -241,15 +252,17 @@ class HostSchedule final : public Schedule {
       }
       failure_ = message;
     }
-    for (const auto& operation : operations_) {
-      if (operation) {
-        operation->abort();
+    for (const Task& task : tasks_) {
+      if (task.operation) {
+        task.operation->abort();
       }
     }
   }
 
   const Group group_;
-  std::vector<std::unique_ptr<HostOperation>> operations_;
+  std::vector<Task> tasks_;
+  // Of each bucket, and where the tasks end.
+  std::vector<size_t> firstTask_;
   std::vector<std::string> labels_;
   BucketTracks tracks_;
   std::mutex mutex_;
@@ -258,7 +271,7 @@ class HostSchedule final : public Schedule {
   size_t launched_ = 0;
   size_t completed_ = 0;
   std::string failure_;
-  // No bucket needs the thread that begins them. All or none, so that they stay in order.
+  // No task needs the thread that begins them. All or none, so that they stay in order.
   bool beginsAtOnce_ = false;
   // Destroyed first, the giver before the taker.
   StageThread complete_;

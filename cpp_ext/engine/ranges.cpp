@@ -97,7 +97,8 @@ WireSpan::~WireSpan() {
 
 void markPosted() {
   if (Timeline::isOn() && currentBucket != nullptr && currentBucket->postedNs == 0) {
-    currentBucket->postedNs = Timeline::nowNs();
+    int64_t never = 0;
+    currentBucket->postedNs.compare_exchange_strong(never, Timeline::nowNs());
   }
 }
 
@@ -169,7 +170,8 @@ void BucketTracks::final(size_t index) {
     show("filling", "compute", bucket.firstGradientNs, bucket.fullNs, bucket.bytes);
     show("on the wire", "wire", bucket.postedNs, bucket.arrivedNs, bucket.sentBytes);
   }
-  bucket.firstGradientNs = bucket.fullNs = bucket.postedNs = bucket.arrivedNs = 0;
+  bucket.firstGradientNs = bucket.fullNs = 0;
+  bucket.postedNs = bucket.arrivedNs = 0;
 }
 
 void BucketTracks::endRound() {

@@ -7,11 +7,12 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "engine/timeline.h"
 
@@ -59,8 +60,9 @@ struct BucketTimes {
   uint32_t round = 0;
   int64_t firstGradientNs = 0;
   int64_t fullNs = 0;
-  int64_t postedNs = 0;
-  int64_t arrivedNs = 0;
+  // Written by the threads of several stages, which pieces of the bucket may be in at once.
+  std::atomic<int64_t> postedNs = 0;
+  std::atomic<int64_t> arrivedNs = 0;
   // Of the thread that filled it, if a profiler watches that.
   std::shared_ptr<const at::ThreadLocalState> giver;
 };
@@ -81,7 +83,8 @@ class StageSpan {
 
 // The buckets of one schedule, each a row of the timeline: how it filled, and when it was on the wire.
 //
-// Threads: a bucket belongs to one thread at a time; who hands it on synchronises.
+// Threads: from full() to final() stages of a bucket may run on several threads at once; all else is for one
+// thread at a time, and who hands a bucket on synchronises.
 class BucketTracks {
  public:
   void add(const std::string& label, uint64_t bytes, uint64_t sentBytes);
@@ -95,7 +98,7 @@ class BucketTracks {
   BucketTimes& operator[](size_t index) { return buckets_[index]; }
 
  private:
-  std::vector<BucketTimes> buckets_;
+  std::deque<BucketTimes> buckets_;
   int64_t roundStartNs_ = 0;
   uint32_t round_ = 0;
 };

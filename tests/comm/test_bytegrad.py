@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from baguarun.comm.algorithms import QAdamOptimizer
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.extension import load_extension
 from tests.comm.models import assert_averaged, assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
@@ -53,6 +54,61 @@ def matches_reference_bit_for_bit() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_bucket_equals_the_written_out_exchange_bit_for_bit(world_size: int) -> None:
     run_ranks(matches_reference_bit_for_bit, world_size)
+
+
+class Weighted(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weights * x).sum()
+
+
+PIECE_BYTES = 16 << 20
+
+
+def cut_reference(flats: list[torch.Tensor]) -> torch.Tensor:
+    """The exchange of a bucket so large that it goes in pieces, of whole blocks for every rank."""
+    numel, unit = flats[0].numel(), 2048 * len(flats)
+    share = -(-(numel // (flats[0].nbytes // PIECE_BYTES)) // unit) * unit
+    assert share < numel
+    return torch.cat(
+        [reference_exchange([flat[at : at + share] for flat in flats]) for at in range(0, numel, share)]
+    )
+
+
+def large_parameters_match_the_reference_bit_for_bit() -> None:
+    world_size, numel = dist.get_world_size(), 9_000_001
+    inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    own = inputs[dist.get_rank()]
+    model = DistributedDataParallel(Weighted(numel), algorithm="bytegrad")
+    model(own).backward()
+    (weights,) = model.parameters()
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, cut_reference(inputs))
+
+    net = Weighted(numel)
+    optimizer = QAdamOptimizer(net.parameters(), lr=1e-3, warmup_steps=1)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm="qadam")
+    for _ in range(2):
+        optimizer.zero_grad()
+        if not optimizer.in_warmup:
+            average = optimizer.state[net.weights]["exp_avg"].clone()
+        model(own).backward()
+        optimizer.step()
+    beta = optimizer.param_groups[0]["betas"][0]
+    expected = cut_reference([average.lerp(each, 1 - beta) for each in inputs])
+    assert net.weights.grad is not None
+    assert torch.equal(net.weights.grad, expected)
+    assert torch.equal(optimizer.state[net.weights]["exp_avg"], expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_large_bucket_goes_in_pieces(world_size: int) -> None:
+    run_ranks(large_parameters_match_the_reference_bit_for_bit, world_size)
 
 
 def trains() -> None:
