@@ -160,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         "--block-s",
         type=float,
         default=None,
-        help="length of a turn, at least three steps (default 1.0, quick 0.2); its first step finds idle "
-        "connections, so that longer turns are more like training",
+        help="length of a turn, at least three steps (default 1.0, quick 0.2); before it a step that is not "
+        "counted finds connections that were idle, but with whom turns are whole periods",
     )
     args = options.parse_args(argv)
     turns = Turns(

@@ -26,8 +26,8 @@ constexpr double kWorthIt = 1.5;
 constexpr milliseconds kSettle{500};
 // All are in use for as long before one is looked at again.
 constexpr seconds kFirstStay{20};
-// From a trial to the next one. A trial in vain costs 0.2 s where several links share a line: streams that were
-// idle have small windows, and a message is not done before its slowest piece is.
+// From a trial to the next one. A trial in vain costs 0.2 s where several links share a line: streams that
+// were idle have small windows, and a message is not done before its slowest piece is.
 constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
 
