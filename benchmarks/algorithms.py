@@ -2,9 +2,8 @@
 
 The efficiency of a case is what its step would take at least, by the cost model (`cost_model.py`), by what it
 took. The parts of a step alone, which the model has, are measured in jobs of four processes that have nothing
-else in them, one before the others and one after them. The bytes that the
-NIC counted, the headers of its packets aside, must be the model's: 5 % off fails the run. Targets are in
-`algorithm_targets.py`.
+else in them, one before the others and one after them. The bytes that the NIC counted, the headers of its
+packets aside, must be the model's: 5 % off fails the run. Targets are in `algorithm_targets.py`.
 
 Needs root (network namespaces, `tests/lab`); latencies need the lab's delay line.
 """

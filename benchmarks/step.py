@@ -161,10 +161,7 @@ def run_ranks(
             cpus = sorted(os.sched_getaffinity(0))
             pinned = ["taskset", "-c", str(cpus[rank % len(cpus)])] if pin else []
             argv = [*pinned, sys.executable, "-m", *words, "--out", str(out)]
-            environment = {
-                **_environment(rank, address, network),
-                "MALLOC_MMAP_THRESHOLD_": str(on_heap_bytes),
-            }
+            environment = _environment(rank, address, network, on_heap_bytes)
             processes.append(start(argv, env=environment, cwd=REPOSITORY))
         _wait(processes)
         written: list[dict[str, Any]] = json.loads(out.read_text())
@@ -183,7 +180,7 @@ def _placed(network: Network, congestion_control: str) -> Iterator[tuple[str, li
         yield lab.hosts[0].address, [lab.hosts[rank // per_host].popen for rank in range(RANKS)]
 
 
-def _environment(rank: int, address: str, network: Network) -> dict[str, str]:
+def _environment(rank: int, address: str, network: Network, on_heap_bytes: int) -> dict[str, str]:
     per_host = RANKS // network.hosts
     return {
         **os.environ,
@@ -198,6 +195,7 @@ def _environment(rank: int, address: str, network: Network) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # Contestants take turns in one process. Otherwise it is chance whether the allocator gives a step's
         # gradients back to the kernel, and the turns of some take a third longer than those of others.
+        "MALLOC_MMAP_THRESHOLD_": str(on_heap_bytes),
         "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
         "GLOO_SOCKET_IFNAME": "eth0" if network.lab else "lo",
     }
