@@ -70,8 +70,8 @@ struct Bucket {
   // The residuals of its parameters, of contributions and of low-rank compression, in the parameters' order,
   // then that of results; null where there are none.
   std::shared_ptr<KeptResiduals> kept;
-  // What is done to the gradients before they are sent; null: nothing.
-  std::shared_ptr<MomentumStep> momentum;
+  // What is done to the result of momentum; null: no momentum travels.
+  std::shared_ptr<ScaledResult> scaled;
   // kPowerSgd only.
   LowRankBucket lowRank;
   std::vector<size_t> parameters;

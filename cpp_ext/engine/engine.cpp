@@ -351,15 +351,20 @@ void Engine::markReady(size_t index) {
   --buckets_[parameter.bucket].pending;
 }
 
-// Moves the gradient into its place in the bucket and makes `grad` a view of it.
+// Moves the gradient into its place in the bucket and makes `grad` a view of it. Where momentum travels it is
+// mixed on the way there, which goes through memory once less than afterwards.
 void Engine::store(Parameter& parameter, size_t index) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
   const at::Tensor& view = parameter.view;
+  const bool mixes = parameter.momentum.average.defined();
+  const at::NoGradGuard noGrad;
   if (!gradient.defined()) {
-    const at::NoGradGuard noGrad;
     view.zero_();
     unstored_.push_back(index);
-  } else if (!gradient.is_same(view)) {
+    if (mixes) {
+      mix(view, parameter.momentum, lossScale_, view);
+    }
+  } else if (mixes || !gradient.is_same(view)) {
     if (gradient.layout() != at::kStrided) {
       throw UsageFailure("parameter " + describe(index) +
                          " has a sparse gradient; want a dense one (sparse=False)");
@@ -367,8 +372,9 @@ void Engine::store(Parameter& parameter, size_t index) {
     if (!sameForm(parameter.tensor, view) || !sameForm(gradient, view)) {
       throwChanged(index);
     }
-    const at::NoGradGuard noGrad;
-    if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {
+    if (mixes) {
+      mix(gradient, parameter.momentum, lossScale_, view);
+    } else if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {
       device_.is_cpu() ? copyOnHost(gradient, view)
                        : static_cast<void>(view.copy_(gradient, /*non_blocking=*/true));
     }

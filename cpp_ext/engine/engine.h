@@ -166,7 +166,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void placeResiduals(Bucket& bucket);
   void keepResiduals(Bucket& bucket);
   void gatherCommitted();
-  void placeMomentum(Bucket& bucket);
   void placeLowRank(Bucket& bucket);
   void moveGradientsOut();
   void adoptObservedOrder();

@@ -111,7 +111,7 @@ void Engine::placeBuckets() {
     placeLowRank(bucket);
     keepResiduals(bucket);
     if (parameters_[bucket.parameters.front()].momentum.average.defined()) {
-      placeMomentum(bucket);
+      bucket.scaled = std::make_shared<ScaledResult>(ScaledResult{bucket.flat, lossScale_});
     }
   }
 }
@@ -151,19 +151,6 @@ void Engine::placeResiduals(Bucket& bucket) {
       parameter.residual.copy_(before);
     }
     offset += length;
-  }
-}
-
-void Engine::placeMomentum(Bucket& bucket) {
-  if (!bucket.momentum) {
-    bucket.momentum = std::make_shared<MomentumStep>();
-  }
-  bucket.momentum->flat = bucket.flat;
-  bucket.momentum->lossScale = lossScale_;
-  bucket.momentum->pieces.clear();
-  for (const size_t index : bucket.parameters) {
-    const Parameter& parameter = parameters_[index];
-    bucket.momentum->pieces.push_back({parameter.view, parameter.momentum});
   }
 }
 

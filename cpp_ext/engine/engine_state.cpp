@@ -21,8 +21,8 @@ void Engine::setMomentum(const std::vector<Momentum>& momentum, double lossScale
   }
   lossScale_ = lossScale;
   for (Bucket& bucket : buckets_) {
-    if (bucket.momentum && !momentum.empty()) {
-      placeMomentum(bucket);
+    if (bucket.scaled) {
+      bucket.scaled->lossScale = lossScale_;
     }
   }
 }

@@ -82,27 +82,23 @@ struct Task {
   bool isLast = true;
   // Of the bucket, for its first and its last piece; null: nothing.
   std::shared_ptr<KeptResiduals> kept = nullptr;
-  std::shared_ptr<const MomentumStep> mixed = nullptr;
-  std::shared_ptr<const MomentumStep> restored = nullptr;
+  std::shared_ptr<const ScaledResult> scaled = nullptr;
 
   void begin(uint32_t round) const {
     if (kept) {
       kept->beforeWrite();
-    }
-    if (mixed) {
-      mixed->mix();
     }
     operation->begin(round);
   }
 
   void complete() const {
     operation->complete();
-    if (restored) {
-      restored->restore();
+    if (scaled) {
+      scaled->restore();
     }
   }
 
-  bool beginsAtOnce() const { return !kept && !mixed && operation->beginsAtOnce(); }
+  bool beginsAtOnce() const { return !kept && operation->beginsAtOnce(); }
 };
 
 // Pieces of buckets pass through three threads: while piece p waits for the others, p+1 is encoded and sent,
@@ -129,8 +125,7 @@ class HostSchedule final : public Schedule {
         sentBytes += tasks_.back().operation->bytesPerRound();
       }
       tasks_[firstTask_.back()].kept = bucket.kept;
-      tasks_[firstTask_.back()].mixed = bucket.momentum;
-      tasks_.back().restored = bucket.momentum;
+      tasks_.back().scaled = bucket.scaled;
       tasks_.back().isLast = true;
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, sentBytes);

@@ -7,18 +7,18 @@
 
 namespace baguarun::engine {
 
-void MomentumStep::mix() const {
+void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, const at::Tensor& into) {
   const at::NoGradGuard noGrad;
-  if (lossScale != 1) {
-    flat.mul_(1 / lossScale);
-  }
-  for (const Piece& piece : pieces) {
-    at::Tensor result = piece.gradient;
-    at::lerp_out(result, piece.with.average, piece.gradient, 1 - piece.with.beta);
+  at::Tensor result = into;
+  if (lossScale == 1) {
+    at::lerp_out(result, with.average, gradient, 1 - with.beta);
+  } else {
+    result.copy_(gradient).mul_(1 / lossScale);
+    at::lerp_out(result, with.average, result, 1 - with.beta);
   }
 }
 
-void MomentumStep::restore() const {
+void ScaledResult::restore() const {
   if (lossScale != 1) {
     const at::NoGradGuard noGrad;
     flat.mul_(lossScale);

@@ -1,10 +1,9 @@
-// A bucket that travels as averaged momentum instead of a gradient (QAdam, 1-bit Adam).
+// Gradients that travel as averaged momentum (QAdam, 1-bit Adam).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <string>
-#include <vector>
 
 namespace baguarun::engine {
 
@@ -15,23 +14,17 @@ struct Momentum {
   double beta = 0;
 };
 
-// Turns gradients into momentum before their bucket is sent, where they lie.
-//
-// Threads: mix and restore are called by one thread at a time; fields change between rounds only.
-struct MomentumStep {
-  struct Piece {
-    at::Tensor gradient;
-    Momentum with;
-  };
+// into = beta * average + (1 - beta) * gradient / lossScale, where `into` may be the gradient itself.
+// Gradients are `lossScale` times too large (GradScaler); the optimizer's averages are not, nor what is sent.
+void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, const at::Tensor& into);
 
+// Gives a bucket's result the scale that GradScaler will divide it by.
+//
+// Threads: `restore` is called by one thread at a time; fields change between rounds only.
+struct ScaledResult {
   at::Tensor flat;
-  std::vector<Piece> pieces;
-  // Gradients are so many times too large (GradScaler); the optimizer's averages are not, nor what is sent.
   double lossScale = 1;
 
-  // gradient = beta * average + (1 - beta) * gradient / lossScale.
-  void mix() const;
-  // The result as GradScaler wants it, which will divide it.
   void restore() const;
 };
 
