@@ -231,6 +231,7 @@ void bindEngine(py::module_& module) {
       .def("set_operations", &Engine::setOperations, py::arg("operations"), withoutGil)
       .def("set_momentum", &setMomentum, py::arg("averages"), py::arg("betas"), py::arg("loss_scale"),
            withoutGil)
+      .def("momentum_is_known_finite", &Engine::momentumIsKnownFinite, withoutGil)
       .def("state", &Engine::state, withoutGil)
       .def("load_state", &Engine::loadState, py::arg("state"), withoutGil)
       .def("close", &Engine::close, withoutGil)

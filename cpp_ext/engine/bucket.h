@@ -71,7 +71,7 @@ struct Bucket {
   // then that of results; null where there are none.
   std::shared_ptr<KeptResiduals> kept;
   // What is done to the result of momentum; null: no momentum travels.
-  std::shared_ptr<ScaledResult> scaled;
+  std::shared_ptr<MomentumResult> momentum;
   // kPowerSgd only.
   LowRankBucket lowRank;
   std::vector<size_t> parameters;

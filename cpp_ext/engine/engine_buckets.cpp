@@ -111,7 +111,9 @@ void Engine::placeBuckets() {
     placeLowRank(bucket);
     keepResiduals(bucket);
     if (parameters_[bucket.parameters.front()].momentum.average.defined()) {
-      bucket.scaled = std::make_shared<ScaledResult>(ScaledResult{bucket.flat, lossScale_});
+      bucket.momentum = std::make_shared<MomentumResult>();
+      bucket.momentum->flat = bucket.flat;
+      bucket.momentum->lossScale = lossScale_;
     }
   }
 }

@@ -21,10 +21,20 @@ void Engine::setMomentum(const std::vector<Momentum>& momentum, double lossScale
   }
   lossScale_ = lossScale;
   for (Bucket& bucket : buckets_) {
-    if (bucket.scaled) {
-      bucket.scaled->lossScale = lossScale_;
+    if (bucket.momentum) {
+      bucket.momentum->lossScale = lossScale_;
     }
   }
+}
+
+bool Engine::momentumIsKnownFinite() {
+  const std::scoped_lock lock(mutex_);
+  return !running_ && std::ranges::all_of(buckets_, [](const Bucket& bucket) {
+    return bucket.momentum && bucket.momentum->isKnownFinite();
+  }) && std::ranges::all_of(parameters_, [](const Parameter& parameter) {
+    const at::Tensor& gradient = parameter.tensor.grad();
+    return !gradient.defined() || gradient.is_same(parameter.view);
+  });
 }
 
 void Engine::setOperations(const std::vector<OperationSpec>& operations) {

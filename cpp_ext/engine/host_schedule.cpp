@@ -82,7 +82,7 @@ struct Task {
   bool isLast = true;
   // Of the bucket, for its first and its last piece; null: nothing.
   std::shared_ptr<KeptResiduals> kept = nullptr;
-  std::shared_ptr<const ScaledResult> scaled = nullptr;
+  std::shared_ptr<MomentumResult> momentum = nullptr;
 
   void begin(uint32_t round) const {
     if (kept) {
@@ -93,8 +93,8 @@ struct Task {
 
   void complete() const {
     operation->complete();
-    if (scaled) {
-      scaled->restore();
+    if (momentum) {
+      momentum->finish();
     }
   }
 
@@ -125,7 +125,7 @@ class HostSchedule final : public Schedule {
         sentBytes += tasks_.back().operation->bytesPerRound();
       }
       tasks_[firstTask_.back()].kept = bucket.kept;
-      tasks_.back().scaled = bucket.scaled;
+      tasks_.back().momentum = bucket.momentum;
       tasks_.back().isLast = true;
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, sentBytes);

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include "engine/errors.h"
+#include "engine/momentum_update.h"
 
 namespace baguarun::engine {
 
@@ -18,12 +19,16 @@ void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, con
   }
 }
 
-void ScaledResult::restore() const {
+void MomentumResult::finish() {
   if (lossScale != 1) {
     const at::NoGradGuard noGrad;
     flat.mul_(lossScale);
   }
+  wasFinite_ = flat.is_cpu() && allFinite({flat});
+  version_ = flat._version();
 }
+
+bool MomentumResult::isKnownFinite() const { return wasFinite_ && flat._version() == version_; }
 
 void requireFit(const Momentum& momentum, const at::Tensor& parameter, const std::string& name) {
   const at::Tensor& average = momentum.average;

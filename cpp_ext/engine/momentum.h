@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 
 namespace baguarun::engine {
@@ -18,14 +19,22 @@ struct Momentum {
 // Gradients are `lossScale` times too large (GradScaler); the optimizer's averages are not, nor what is sent.
 void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, const at::Tensor& into);
 
-// Gives a bucket's result the scale that GradScaler will divide it by.
+// What a bucket of momentum has become.
 //
-// Threads: `restore` is called by one thread at a time; fields change between rounds only.
-struct ScaledResult {
+// Threads: `finish` is called by one thread at a time; all else between rounds.
+struct MomentumResult {
   at::Tensor flat;
   double lossScale = 1;
 
-  void restore() const;
+  // Gives it the scale that GradScaler will divide it by, and on the CPU looks at it, while other buckets are
+  // still under way and the optimizer does not wait for it.
+  void finish();
+  // No number is infinite or NaN, and nobody has written to it since. False: one is, or nobody knows.
+  bool isKnownFinite() const;
+
+ private:
+  bool wasFinite_ = false;
+  uint32_t version_ = 0;
 };
 
 // UsageFailure unless `momentum` fits the parameter, or is undefined.

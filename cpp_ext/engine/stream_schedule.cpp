@@ -296,7 +296,7 @@ class StreamSchedule final : public Schedule {
         writers_(buckets.size()) {
     for (const Bucket& bucket : buckets) {
       operations_.push_back(makeStreamOperation(group, bucket));
-      scaled_.push_back(bucket.scaled);
+      momenta_.push_back(bucket.momentum);
       kept_.push_back(bucket.kept);
       labels_.push_back("bucket " + bucket.label);
       tracks_.add(labels_.back(), bucket.bytes, operations_.back()->bytesPerRound());
@@ -322,7 +322,7 @@ class StreamSchedule final : public Schedule {
       follow(writer);
     }
     writers_[index].clear();
-    run(index, labels_[index], *operations_[index], scaled_[index].get(), kept_[index].get());
+    run(index, labels_[index], *operations_[index], momenta_[index].get(), kept_[index].get());
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
@@ -369,7 +369,7 @@ class StreamSchedule final : public Schedule {
   }
 
   void run(size_t index, const std::string& label, StreamOperation& operation,
-           const ScaledResult* scaled = nullptr, KeptResiduals* kept = nullptr) {
+           MomentumResult* momentum = nullptr, KeptResiduals* kept = nullptr) {
     if (!failure_.empty()) {
       return;
     }
@@ -381,8 +381,8 @@ class StreamSchedule final : public Schedule {
         kept->beforeWrite();
       }
       operation.enqueue(stream_);
-      if (scaled != nullptr) {
-        scaled->restore();
+      if (momentum != nullptr) {
+        momentum->finish();
       }
     } catch (const std::exception& error) {
       failure_ = label + ": " + error.what();
@@ -398,7 +398,7 @@ class StreamSchedule final : public Schedule {
   c10::Event finished_;
   std::vector<std::unique_ptr<StreamOperation>> operations_;
   // Per bucket; null: nothing to mix in.
-  std::vector<std::shared_ptr<const ScaledResult>> scaled_;
+  std::vector<std::shared_ptr<MomentumResult>> momenta_;
   // Per bucket; null: nothing to keep.
   std::vector<std::shared_ptr<KeptResiduals>> kept_;
   std::vector<std::string> labels_;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -80,6 +80,8 @@ class _Stages(GradientStages):
         self._settings = settings
         self._optimizers = _require_ours(optimizers)
         self._parameters = [parameter for _, parameter in parameters]
+        self._ids = {id(parameter) for parameter in self._parameters}
+        self._engine: Any = None
         self._require_all(parameters)
         for optimizer in self._optimizers:
             optimizer._stages = weakref.ref(self)
@@ -118,6 +120,17 @@ class _Stages(GradientStages):
             averages=tuple(average for average, _ in found),
             betas=tuple(beta for _, beta in found),
             loss_scale=scalers[0].get_scale() if scalers else 1.0,
+        )
+
+    def follow(self, engine: Any) -> None:
+        self._engine = engine
+
+    def are_known_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """The engine has looked at the momentum of all while some was still under way."""
+        return (
+            self.entered > 0
+            and self._ids.issuperset(id(parameter) for parameter in parameters)
+            and bool(self._engine.momentum_is_known_finite())
         )
 
     def describe(self) -> str:

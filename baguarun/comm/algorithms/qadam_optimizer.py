@@ -155,14 +155,16 @@ class QAdamOptimizer(torch.optim.Optimizer):
                     optimizer._freeze()
 
     def _finite(self) -> bool:
-        gradients = [
-            parameter.grad
+        parameters: list[nn.Parameter] = [
+            parameter
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None and parameter.numel() > 0
         ]
-        if not gradients:
+        stages = self._stages() if self._stages is not None else None
+        if not parameters or (stages is not None and stages.are_known_finite(parameters)):
             return True
+        gradients = [_gradient(parameter) for parameter in parameters]
         if all(gradient.is_cpu for gradient in gradients):
             return bool(load_extension().all_finite(gradients))
         ends = list(torch._foreach_norm(gradients, math.inf))

@@ -64,6 +64,11 @@ class GradientStages(ABC):
         round may follow several, and one rank may run one more that no backward follows."""
         del engine
 
+    def are_known_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether no gradient of these is infinite or NaN. False: one may be."""
+        del parameters
+        return False
+
     def memory(self) -> EngineMemory | None:
         """What a checkpoint must keep of the stages themselves; None: nothing."""
         return None

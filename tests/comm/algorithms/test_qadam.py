@@ -262,6 +262,38 @@ def test_a_nan_leaves_one_step_out_and_is_gone_in_the_next(bits: int, at: int) -
     run_ranks(nan_on_one_rank, 3, bits, at)
 
 
+def finite_until_somebody_writes(write: str) -> None:
+    module = mlp()
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=1)
+    model = DistributedDataParallel(module, optimizers=[optimizer], algorithm=QAdam())
+    parameters = list(module.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model(batch(module))).backward()
+        if step < 2:
+            optimizer.step()
+    assert optimizer._stages is not None
+    stages = optimizer._stages()
+    assert stages is not None and stages.are_known_finite(parameters)
+    assert not stages.are_known_finite([*parameters, nn.Parameter(torch.ones(1))])
+    gradient = parameters[0].grad
+    assert gradient is not None
+    if write == "in place":
+        gradient[0] = torch.nan
+    else:
+        parameters[0].grad = torch.full_like(gradient, torch.nan)
+    assert not stages.are_known_finite(parameters)
+    before = [parameter.detach().clone() for parameter in parameters]
+    with pytest.warns(UserWarning, match="is not finite; step 3 is left out"):
+        optimizer.step()
+    assert all(torch.equal(own, old) for own, old in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("write", ["in place", "another tensor"])
+def test_what_the_user_writes_to_momentum_is_looked_at_again(write: str) -> None:
+    run_ranks(finite_until_somebody_writes, 2, write)
+
+
 class PlainPair:
     """One AdamW for weights and one for biases. When both have taken WARMUP steps, both stand still."""
 
