@@ -58,6 +58,13 @@ class Measured:
     until_gradients_s: float = 0.0
     """Of training alone; as in `Alone`."""
     optimizer_s: float = 0.0
+    busy: float = 0.0
+    """The share of the time in which the machine's cores did something."""
+
+    @property
+    def cores_s(self) -> float:
+        """What the cores need at least for what they did in a step: none of them ever idle."""
+        return self.busy * self.step_s
 
     @property
     def alone(self) -> Alone:
@@ -103,17 +110,20 @@ def judge(
         ]
         if cost is not None:
             words.append(f"efficiency {least_s / ours.step_s:.2f}")
+        words.append(f"cores busy {ours.busy:.0%}")
         rows += _speed(", ".join(words), cluster, gradients, ours, found)
         if cost is None or cluster.hosts == 1:
             continue
         if cost.seconds(cluster) > alone.step_s:
+            is_cores = ours.cores_s > least_s
+            whose = f"; the cores' is {ours.cores_s * 1e3:.0f} ms" if is_cores else ""
             rows.append(
                 Row(
-                    what=f"{place}: {case}, limit by the cost model / measured",
+                    what=f"{place}: {case}, limit by the cost model / measured{whose}",
                     peer=f"{least_s * 1e3:.0f} ms",
                     ours=f"{ours.step_s * 1e3:.0f} ms",
                     value=least_s / ours.step_s,
-                    target=None if ours.is_stock else _LEAST_EFFICIENCY,
+                    target=None if ours.is_stock or is_cores else _LEAST_EFFICIENCY,
                     at_least=True,
                 )
             )

@@ -136,6 +136,7 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
             rounds_per_step=median(block["rounds_per_step"] for block in taken),
             until_gradients_s=median(block["until_gradients_s"] for block in taken),
             optimizer_s=median(block["optimizer_s"] for block in taken),
+            busy=median(block["busy"] for block in taken),
         )
     return found
 

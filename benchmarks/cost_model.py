@@ -12,7 +12,11 @@ A `_run` is a training in short, the warm-up its first tenth: its cost is the me
 How long a step takes at least is forward, then backward and the wire side by side from the first gradient
 on, then the optimizer: gradients cannot be sent before there are any, nor be applied before the last of them
 has arrived. Weights on the way to neighbours were there before; whoever applies what came when it comes hides
-all of it. The parts are measured, without communication.
+all of it. The parts are measured, without communication and with SGD; an optimizer that goes through more
+memory takes as much longer.
+
+The cores may need longer than the wire, where ranks outnumber them: what they did in a step, measured, is the
+other limit.
 """
 
 from __future__ import annotations
@@ -56,6 +60,10 @@ _RANK = 1
 """Of both PowerSGDs."""
 _LEAST_GAINS = {"power_sgd": 1, "ddp_powersgd": 2}
 """How many times smaller than a matrix its factors must be; torch's `min_compression_rate`."""
+_QADAM_BYTES_OF_SGD = 20 / 12
+"""Memory that a step of the optimizer goes through, per number. SGD: the parameter in and out, the gradient.
+QAdam (`cpp_ext/engine/momentum_update.h`): the parameter in and out, momentum, the average out, the
+denominator."""
 _RUNS = {
     "qadam_run": (("gradient_allreduce", 1), ("qadam", 9)),
     "qadam_1bit_run": (("gradient_allreduce", 1), ("qadam_1bit", 9)),
@@ -135,6 +143,8 @@ class Cost:
     messages: float
     """That follow each other, each waiting for the one before."""
     behind: Behind = Behind.BACKWARD
+    optimizer_of_sgd: float = 1.0
+    """How many times as long as SGD's its optimizer takes."""
     stages: tuple[tuple[float, Cost], ...] = ()
     """Of a run: shares of its steps and what one of them costs. The fields above are the mean then."""
 
@@ -158,13 +168,15 @@ def limit_s(cost: Cost, cluster: Cluster, alone: Alone) -> float:
     if cost.stages:
         return sum(share * limit_s(stage, cluster, alone) for share, stage in cost.stages)
     wire_s = cost.seconds(cluster)
+    optimizer_s = cost.optimizer_of_sgd * alone.optimizer_s
+    step_s = alone.step_s - alone.optimizer_s + optimizer_s
     if cost.behind is Behind.NOTHING:
-        return alone.step_s + wire_s
+        return step_s + wire_s
     if cost.behind is Behind.BACKWARD:
         wire_s += alone.until_gradients_s
     if cost.behind is not Behind.STEP:
-        wire_s += alone.optimizer_s
-    return max(alone.step_s, wire_s)
+        wire_s += optimizer_s
+    return max(step_s, wire_s)
 
 
 def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: float = 1.0) -> Cost | None:
@@ -200,7 +212,8 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
         )
     if base in _CODED_GRADIENTS:
         coded_bytes = size_bytes * _ratio(_CODED_GRADIENTS[base])
-        return _direct(cluster, coded_bytes, by_rail=level != "flat")
+        cost = _direct(cluster, coded_bytes, by_rail=level != "flat")
+        return replace(cost, optimizer_of_sgd=_QADAM_BYTES_OF_SGD) if base.startswith("qadam") else cost
     if base in _CODED_NEIGHBOURS:
         # To both neighbours; of a host's ranks the outer two have one on another host. By rail a host's ranks
         # send a shard each, and two hosts are each other's only neighbour.

@@ -100,6 +100,8 @@ class Block:
     """Of `alone`, the ranks' mean: from the begin of a step until the first gradient is there."""
     optimizer_s: float = 0.0
     """Likewise, the optimizer's part."""
+    busy: float = 0.0
+    """The share of the turn in which this machine's cores did something, whoever asked for it."""
 
 
 def build_model(name: str) -> tuple[torch.nn.Module, int]:
@@ -298,6 +300,15 @@ def sent() -> tuple[float, float]:
     raise RuntimeError(f"GLOO_SOCKET_IFNAME={nic}: no such interface here")
 
 
+def core_ticks() -> tuple[int, int]:
+    """What this machine's cores have spent idle, and in all; without what a hypervisor took from them."""
+    user, nice, system, idle, iowait, irq, softirq = map(
+        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
+    )
+    waited = idle + iowait
+    return waited, waited + user + nice + system + irq + softirq
+
+
 def slowest(seconds: float) -> float:
     """The largest of all ranks' values."""
     value = torch.tensor([seconds], dtype=torch.float64)
@@ -337,12 +348,15 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
             rounds = trainings[case].rounds or (lambda: 0)
             bytes_before, packets_before = sent()
             rounds_before = rounds()
+            idle_before, ticks_before = core_ticks()
             step_s = timed(trainings[case], steps[case])
+            idle_after, ticks_after = core_ticks()
             bytes_after, packets_after = sent()
             moved = (bytes_after - bytes_before) / steps[case]
             packets = (packets_after - packets_before) / steps[case]
             rate = (rounds() - rounds_before) / steps[case] if trainings[case].rounds else 1.0
-            block = Block(case, number, steps[case], step_s, moved, packets, rate)
+            busy = 1 - (idle_after - idle_before) / max(1, ticks_after - ticks_before)
+            block = Block(case, number, steps[case], step_s, moved, packets, rate, busy=busy)
             blocks.append(take_apart(block, trainings[case]) if case == "alone" else block)
     return blocks
 

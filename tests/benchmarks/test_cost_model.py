@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,16 @@ def test_what_cannot_be_hidden_comes_on_top() -> None:
     assert limit_s(little, FLAT, alone) == 0.5
 
 
+def test_an_optimizer_that_goes_through_more_memory_takes_as_much_longer() -> None:
+    alone = Alone(step_s=0.5, until_gradients_s=0.25, optimizer_s=0.125)
+    sgd, qadam = (cost_of(case, FLAT, MLP) for case in ("bytegrad", "qadam"))
+    assert sgd is not None and qadam is not None
+    assert limit_s(qadam, FLAT, alone) - limit_s(sgd, FLAT, alone) == pytest.approx(0.125 * 2 / 3)
+    # Behind no wire, too.
+    here = Cluster(hosts=4, ranks=4)
+    assert limit_s(qadam, here, alone) - limit_s(sgd, here, alone) == pytest.approx(0.125 * 2 / 3)
+
+
 def test_who_sends_what_behind_what() -> None:
     wanted = {
         "ddp": Behind.BACKWARD,
@@ -196,6 +207,19 @@ def test_wherever_the_wire_is_the_limit_efficiency_counts() -> None:
     assert missed(FLAT, measured("power_sgd", 0.2, 147456)) == []
 
 
+def test_where_the_cores_are_the_limit_efficiency_is_said_and_not_judged() -> None:
+    # The wire needs 0.13 s, the cores 0.95 * 0.17.
+    busy = Measured(
+        case="qadam_1bit", step_s=0.17, ratio_to_ddp=0.17 / 4.3, sent_bytes=1.6e6, sent_packets=0, busy=0.95
+    )
+    (row,) = (row for row in judged(FLAT, busy) if "limit by the cost model" in row.what)
+    assert row.what.endswith("the cores' is 162 ms")
+    assert row.target is None and row.value == pytest.approx(0.78, abs=0.01)
+    # With half of the time idle they are not.
+    (what,) = missed(FLAT, replace(busy, busy=0.5))
+    assert "limit by the cost model" in what and "cores'" not in what
+
+
 def test_who_has_no_cost_model_is_said_to_have_none() -> None:
     (row,) = judged(FLAT, measured("new_one", 0.2))
     assert "no cost model" in row.what
@@ -225,6 +249,7 @@ def test_ours_is_compared_with_the_best_stock_one_on_either_transport() -> None:
 def test_pairs_are_of_one_job_and_alone_is_no_pair() -> None:
     def block(job: int, case: str, number: int, step_s: float) -> dict[str, Any]:
         sent = {"sent_bytes_per_step": 132.0, "sent_packets_per_step": 1.0, "rounds_per_step": 1.0}
+        sent["busy"] = 0.5
         parts = {"until_gradients_s": step_s / 2, "optimizer_s": step_s / 4}
         return {"job": job, "case": case, "round": number, "step_s": step_s, **sent, **parts}
 
