@@ -27,9 +27,11 @@ constexpr milliseconds kSettle{500};
 // All are in use for as long before one is looked at again.
 constexpr seconds kFirstStay{20};
 // From a trial to the next one. A trial in vain costs 0.2 s where several links share a line: streams that
-// were idle have small windows, and a message is not done before its slowest piece is.
+// were idle have small windows, and a message is not done before its slowest piece is. The second one is
+// soon, as the begin of a training may mislead.
 constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
+constexpr int kPauseGrowth = 5;
 
 }  // namespace
 
@@ -61,7 +63,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       if (!isMeasured && !isLate) {
         return false;
       }
-      pause_ = std::clamp<Clock::duration>(2 * pause_, kFirstPause, kLongestPause);
+      pause_ = std::clamp<Clock::duration>(kPauseGrowth * pause_, kFirstPause, kLongestPause);
       nextTrial_ = now + pause_;
       rateOfAll_ = observed.bytesPerSecond;
       return go(isMeasured && rateOfAll_ >= kWorthIt * rateOfOne_ ? Phase::kChangeBack : Phase::kOne, now);
