@@ -355,7 +355,8 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
             moved = (bytes_after - bytes_before) / steps[case]
             packets = (packets_after - packets_before) / steps[case]
             rate = (rounds() - rounds_before) / steps[case] if trainings[case].rounds else 1.0
-            busy = 1 - (idle_after - idle_before) / max(1, ticks_after - ticks_before)
+            ticks = ticks_after - ticks_before
+            busy = 1 - (idle_after - idle_before) / ticks if ticks else 0.0
             block = Block(case, number, steps[case], step_s, moved, packets, rate, busy=busy)
             blocks.append(take_apart(block, trainings[case]) if case == "alone" else block)
     return blocks
