@@ -37,9 +37,10 @@ Parameters = list[nn.Parameter]
 _POWERSGD_RANK = 8
 """Of 1, 2, 4 and 8 the one with which torch's PowerSGD is first at the target of `time_to_loss.py`."""
 _SGD_BY_ADAM = 250.0
+"""With this momentum; with more of one of the two, 200 and 0.8 or 400 and 0.5, charlm diverges for a seed."""
 _SGD_MOMENTUM = 0.7
-"""What comes late acts as more momentum (Mitliagkas et al., arXiv 1605.09774), and error feedback delays: with
-0.9, and a learning rate of 100 times Adam's, DDP ends a little lower and `sparse` further behind it."""
+"""What comes late acts as more momentum (Mitliagkas et al., arXiv 1605.09774), and error feedback delays:
+with 0.9, and a learning rate of 100 times Adam's, DDP ends a little lower and `sparse` further behind it."""
 
 
 def adam(parameters: Parameters, learning_rate: float) -> torch.optim.Optimizer:
