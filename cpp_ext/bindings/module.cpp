@@ -262,11 +262,13 @@ void bindMomentumUpdate(py::module_& module) {
         for (size_t i = 0; i < parameters.size(); ++i) {
           updates.push_back({parameters[i], momenta.at(i), averages.at(i), denominators.at(i), sizes.at(i)});
         }
-        engine::update(updates);
+        return engine::update(updates);
       },
       py::arg("parameters"), py::arg("momenta"), py::arg("averages"), py::arg("denominators"),
       py::arg("sizes"), withoutGil,
-      "average = momentum; parameter += size * momentum / denominator. Tensors on the CPU.");
+      "average = momentum; parameter += size * momentum / denominator. Returns whether all momentum was "
+      "finite. "
+      "Tensors on the CPU.");
   module.def("all_finite", &engine::allFinite, py::arg("tensors"), withoutGil,
              "Whether there is neither an infinity nor a NaN in tensors on the CPU.");
 }

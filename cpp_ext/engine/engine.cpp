@@ -356,15 +356,15 @@ void Engine::markReady(size_t index) {
 void Engine::store(Parameter& parameter, size_t index) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
   const at::Tensor& view = parameter.view;
-  const bool mixes = parameter.momentum.average.defined();
+  const MomentumResult* const momentum = buckets_[parameter.bucket].momentum.get();
   const at::NoGradGuard noGrad;
   if (!gradient.defined()) {
     view.zero_();
     unstored_.push_back(index);
-    if (mixes) {
-      mix(view, parameter.momentum, lossScale_, view);
+    if (momentum != nullptr) {
+      mix(view, parameter.momentum, momentum->lossScale, view);
     }
-  } else if (mixes || !gradient.is_same(view)) {
+  } else if (momentum != nullptr || !gradient.is_same(view)) {
     if (gradient.layout() != at::kStrided) {
       throw UsageFailure("parameter " + describe(index) +
                          " has a sparse gradient; want a dense one (sparse=False)");
@@ -372,8 +372,8 @@ void Engine::store(Parameter& parameter, size_t index) {
     if (!sameForm(parameter.tensor, view) || !sameForm(gradient, view)) {
       throwChanged(index);
     }
-    if (mixes) {
-      mix(gradient, parameter.momentum, lossScale_, view);
+    if (momentum != nullptr) {
+      mix(gradient, parameter.momentum, momentum->lossScale, view);
     } else if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {
       device_.is_cpu() ? copyOnHost(gradient, view)
                        : static_cast<void>(view.copy_(gradient, /*non_blocking=*/true));

@@ -95,8 +95,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Between rounds. By parameter, or empty for none: what to mix into its gradient before it is sent. Begins
   // and ends with the next setOperations; in between it replaces what is mixed, from the next round on.
   void setMomentum(const std::vector<Momentum>& momentum, double lossScale);
-  // All gradients that there are are momentum of the last round, as it came, and no number is infinite or
-  // NaN.
+  // True: all gradients that there are are momentum of the last round, as it came, and no number is infinite
+  // or NaN. False: one may be; on accelerators always.
   bool momentumIsKnownFinite();
 
   // Between rounds; copies.

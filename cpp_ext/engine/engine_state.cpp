@@ -15,13 +15,16 @@ void Engine::setMomentum(const std::vector<Momentum>& momentum, double lossScale
   TORCH_CHECK(momentum.empty() || momentum.size() == parameters_.size(), "set_momentum: ", momentum.size(),
               " averages for ", parameters_.size(), " parameters");
   for (size_t index = 0; index < parameters_.size(); ++index) {
-    Parameter& parameter = parameters_[index];
-    parameter.momentum = momentum.empty() ? Momentum{} : momentum[index];
-    requireFit(parameter.momentum, parameter.tensor, parameter.name);
+    if (!momentum.empty()) {
+      requireFit(momentum[index], parameters_[index].tensor, parameters_[index].name);
+    }
+  }
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    parameters_[index].momentum = momentum.empty() ? Momentum{} : momentum[index];
   }
   lossScale_ = lossScale;
   for (Bucket& bucket : buckets_) {
-    if (bucket.momentum) {
+    if (bucket.momentum && !momentum.empty()) {
       bucket.momentum->lossScale = lossScale_;
     }
   }

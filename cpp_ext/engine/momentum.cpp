@@ -24,8 +24,9 @@ void MomentumResult::finish() {
     const at::NoGradGuard noGrad;
     flat.mul_(lossScale);
   }
-  wasFinite_ = flat.is_cpu() && allFinite({flat});
   version_ = flat._version();
+  // A scaler writes to the result before the optimizer asks.
+  wasFinite_ = lossScale == 1 && flat.is_cpu() && allFinite({flat});
 }
 
 bool MomentumResult::isKnownFinite() const { return wasFinite_ && flat._version() == version_; }

@@ -26,10 +26,11 @@ struct MomentumResult {
   at::Tensor flat;
   double lossScale = 1;
 
-  // Gives it the scale that GradScaler will divide it by, and on the CPU looks at it, while other buckets are
-  // still under way and the optimizer does not wait for it.
+  // Multiplies the result by the scale that GradScaler will divide it by. On the CPU without one, looks for
+  // numbers that are not finite, while other buckets are still under way and no optimizer waits yet.
   void finish();
-  // No number is infinite or NaN, and nobody has written to it since. False: one is, or nobody knows.
+  // True: no number is infinite or NaN, and nobody has written to the result since, as far as torch's version
+  // counter tells. False: one is, or nobody knows.
   bool isKnownFinite() const;
 
  private:

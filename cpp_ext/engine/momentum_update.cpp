@@ -35,13 +35,6 @@ void forBlocks(int64_t begin, int64_t end, const Use& use) {
   }
 }
 
-BAGUARUN_CLONES void step(const float* momentum, const float* denominator, float size, int64_t n,
-                          float* parameter) {
-  for (int64_t i = 0; i < n; ++i) {
-    parameter[i] += size * momentum[i] / denominator[i];
-  }
-}
-
 // Past the caches, where that can be.
 void stream(const float* from, int64_t n, float* to) {
 #if defined(__x86_64__)
@@ -79,6 +72,19 @@ BAGUARUN_CLONES uint32_t greatestExponent(const float* x, int64_t n) {
   return greatest;
 }
 
+// Returns the greatest exponent of the momentum.
+BAGUARUN_CLONES uint32_t step(const float* momentum, const float* denominator, float size, int64_t n,
+                              float* parameter) {
+  uint32_t greatest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, momentum + i, sizeof bits);
+    greatest = std::max(greatest, bits & kInfiniteExponent);
+    parameter[i] += size * momentum[i] / denominator[i];
+  }
+  return greatest;
+}
+
 bool isFloats(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_non_overlapping_and_dense();
 }
@@ -92,22 +98,28 @@ bool isAlike(const MomentumUpdate& update) {
          fits(update.denominator);
 }
 
-void updateFloats(const MomentumUpdate& update) {
+bool updateFloats(const MomentumUpdate& update) {
   auto* const parameter = update.parameter.data_ptr<float>();
   auto* const average = update.average.data_ptr<float>();
   const auto* const momentum = update.momentum.const_data_ptr<float>();
   const auto* const denominator = update.denominator.const_data_ptr<float>();
   const auto size = static_cast<float>(update.size);
+  std::atomic<bool> finite{true};
   at::parallel_for(0, update.parameter.numel(), kGrainElems, [&](int64_t begin, int64_t end) {
+    uint32_t greatest = 0;
     forBlocks(begin, end, [&](int64_t first, int64_t n) {
-      step(momentum + first, denominator + first, size, n, parameter + first);
+      greatest = std::max(greatest, step(momentum + first, denominator + first, size, n, parameter + first));
       stream(momentum + first, n, average + first);
     });
     endStream();
+    if (greatest == kInfiniteExponent) {
+      finite.store(false, std::memory_order_relaxed);
+    }
   });
   // As any change in place does, for those whose backward still needs the old values.
   update.parameter.unsafeGetTensorImpl()->bump_version();
   update.average.unsafeGetTensorImpl()->bump_version();
+  return finite.load();
 }
 
 bool isFinite(const at::Tensor& tensor) {
@@ -131,18 +143,21 @@ bool isFinite(const at::Tensor& tensor) {
 
 }  // namespace
 
-void update(const std::vector<MomentumUpdate>& updates) {
+bool update(const std::vector<MomentumUpdate>& updates) {
   const at::NoGradGuard noGrad;
+  bool finite = true;
   for (const MomentumUpdate& each : updates) {
     if (isAlike(each)) {
-      updateFloats(each);
+      finite = updateFloats(each) && finite;
     } else {
+      finite = isFinite(each.momentum) && finite;
       at::Tensor average = each.average;
       at::Tensor parameter = each.parameter;
       average.copy_(each.momentum);
       parameter.addcdiv_(average, each.denominator, each.size);
     }
   }
+  return finite;
 }
 
 bool allFinite(const std::vector<at::Tensor>& tensors) {

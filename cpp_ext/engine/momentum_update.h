@@ -18,13 +18,14 @@ struct MomentumUpdate {
   double size = 0;
 };
 
-// average = momentum; parameter += size * momentum / denominator, with the roundings of addcdiv.
+// average = momentum; parameter += size * momentum / denominator, with the roundings of addcdiv. Returns
+// whether all of the momentum was finite; if not, some is in what was written.
 //
 // fp32 goes through memory once: 20 bytes per number, of which the average's go past the caches, since nobody
 // reads them before the next backward. What else there is takes torch's ways.
 //
 // Threads: any, one at a time for one parameter; runs on torch's.
-void update(const std::vector<MomentumUpdate>& updates);
+bool update(const std::vector<MomentumUpdate>& updates);
 
 // Whether no number is infinite or NaN, of tensors of floating point on the CPU.
 bool allFinite(const std::vector<at::Tensor>& tensors);

@@ -397,7 +397,7 @@ class StreamSchedule final : public Schedule {
   c10::Event ready_;
   c10::Event finished_;
   std::vector<std::unique_ptr<StreamOperation>> operations_;
-  // Per bucket; null: nothing to mix in.
+  // Per bucket; null: no momentum travels.
   std::vector<std::shared_ptr<MomentumResult>> momenta_;
   // Per bucket; null: nothing to keep.
   std::vector<std::shared_ptr<KeptResiduals>> kept_;

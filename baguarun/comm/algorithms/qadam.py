@@ -126,7 +126,7 @@ class _Stages(GradientStages):
         self._engine = engine
 
     def are_known_finite(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """The engine has looked at the momentum of all while some was still under way."""
+        """As the engine has found: it looks at momentum that has come while some is still under way."""
         return (
             self.entered > 0
             and self._ids.issuperset(id(parameter) for parameter in parameters)

@@ -33,7 +33,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
     - Numbers whose variance is below `variance_floor` times the mean of their parameter's count as that;
       those of a parameter that got no gradient in the warm-up count as the mean over all parameters.
     - A step in which any gradient is not finite is left out, on all ranks, with a warning, and does not
-      count. So no NaN stays in the momentum.
+      count. So no NaN stays in the momentum. One that gets into `grad` after backward past torch's version
+      counter (by numpy, .data, a collective of another group) raises `UsageError`.
 
     With torch.amp.GradScaler give it as `grad_scaler`, since momentum is mixed before the scaler sees it.
     Gradients must be zeroed after every step: `grad` holds momentum, to which a gradient cannot be added.
@@ -197,7 +198,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
             torch._foreach_lerp_(averages, gradients, 1 - group["betas"][0])
         elif all(parameter.is_cpu for parameter in parameters):
             # Two passes over memory in one; both are on the path of every step.
-            load_extension().apply_momentum(parameters, gradients, averages, denominators, sizes)
+            if not load_extension().apply_momentum(parameters, gradients, averages, denominators, sizes):
+                raise UsageError(
+                    "QAdamOptimizer: a gradient that was finite when it came is not any more, and its "
+                    "version counter does not tell (numpy, .data, a collective of another group): it is in "
+                    "momentum and weights now; want a torch operation in place, or another tensor as grad"
+                )
             return
         else:
             torch._foreach_copy_(averages, gradients)

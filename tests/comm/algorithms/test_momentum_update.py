@@ -39,7 +39,7 @@ def test_a_step_has_the_bits_of_copy_and_addcdiv(
     wanted = parameter.clone().addcdiv_(gradient, denominator, value=-0.003)
     version = parameter._version
 
-    load_extension().apply_momentum([parameter], [gradient], [average], [denominator], [-0.003])
+    assert load_extension().apply_momentum([parameter], [gradient], [average], [denominator], [-0.003])
 
     assert torch.equal(parameter, wanted)
     assert torch.equal(average, gradient)
@@ -58,6 +58,19 @@ def test_several_threads_step_as_one_does() -> None:
         torch.set_num_threads(threads)
     assert torch.equal(parameter, wanted)
     assert torch.equal(average, gradient)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("place", [0, 300, 99_999])
+def test_a_step_with_a_number_that_is_not_finite_says_so(
+    value: float, dtype: torch.dtype, place: int
+) -> None:
+    fine, parameter, average, denominator = (torch.ones(100_000, dtype=dtype) for _ in range(4))
+    gradient = fine.clone()
+    gradient[place] = value
+    step = load_extension().apply_momentum
+    assert not step([parameter, fine], [gradient, fine], [average, fine], [denominator, fine], [0.5, 0.5])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -78,7 +78,7 @@ class PlainQAdam:
             torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def follow(bits: int, micro_batches: int) -> None:
+def follow(bits: int, micro_batches: int, set_to_none: bool) -> None:
     """Each step takes the gradients, momentum and weights that the plain one takes."""
     module = mlp(width=61)
     optimizer = QAdamOptimizer(
@@ -99,7 +99,7 @@ def follow(bits: int, micro_batches: int) -> None:
                 loss(local(x)).backward()
 
         gradients = local_gradients(model, backward)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         for x in inputs:
             with nullcontext() if x is inputs[-1] else model.no_sync():
                 loss(model(x)).backward()
@@ -127,11 +127,47 @@ def follow(bits: int, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 1])
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches", "set_to_none"), [(2, 2, True), (3, 1, False), (4, 1, True)]
+)
 def test_every_step_equals_plain_adam_and_then_the_plain_exchange_of_momentum(
-    world_size: int, micro_batches: int, bits: int
+    world_size: int, micro_batches: int, set_to_none: bool, bits: int
 ) -> None:
-    run_ranks(follow, world_size, bits, micro_batches)
+    run_ranks(follow, world_size, bits, micro_batches, set_to_none)
+
+
+def backward_that_raises_is_done_again() -> None:
+    """After the warm-up, with gradients of some buckets mixed already."""
+
+    def train(fails_at: int) -> list[torch.Tensor]:
+        module = mlp(width=61)
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+        model = DistributedDataParallel(module, optimizers=[optimizer], algorithm=QAdam(), bucket_cap_mb=0.01)
+        torch.manual_seed(dist.get_rank())
+        for step in range(5):
+            x = batch(module)
+            if step == fails_at:
+                optimizer.zero_grad()
+                output = model(x)
+                handle = module[0].weight.register_hook(_refuse)
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    loss(output).backward()
+                handle.remove()
+            optimizer.zero_grad()
+            loss(model(x)).backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    for with_failure, without in zip(train(3), train(-1), strict=True):
+        assert torch.equal(with_failure, without)
+
+
+def _refuse(gradient: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("on purpose")
+
+
+def test_a_backward_that_raised_can_be_done_again_after_the_warm_up() -> None:
+    run_ranks(backward_that_raises_is_done_again, 2)
 
 
 def regression(make: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]], steps: int) -> float:
@@ -278,6 +314,11 @@ def finite_until_somebody_writes(write: str) -> None:
     assert not stages.are_known_finite([*parameters, nn.Parameter(torch.ones(1))])
     gradient = parameters[0].grad
     assert gradient is not None
+    if write == "past the counter":
+        gradient.numpy()[0] = torch.nan
+        with pytest.raises(UsageError, match="a gradient that was finite when it came is not any more"):
+            optimizer.step()
+        return
     if write == "in place":
         gradient[0] = torch.nan
     else:
@@ -289,7 +330,7 @@ def finite_until_somebody_writes(write: str) -> None:
     assert all(torch.equal(own, old) for own, old in zip(parameters, before, strict=True))
 
 
-@pytest.mark.parametrize("write", ["in place", "another tensor"])
+@pytest.mark.parametrize("write", ["in place", "another tensor", "past the counter"])
 def test_what_the_user_writes_to_momentum_is_looked_at_again(write: str) -> None:
     run_ranks(finite_until_somebody_writes, 2, write)
 
