@@ -266,9 +266,8 @@ void bindMomentumUpdate(py::module_& module) {
       },
       py::arg("parameters"), py::arg("momenta"), py::arg("averages"), py::arg("denominators"),
       py::arg("sizes"), withoutGil,
-      "average = momentum; parameter += size * momentum / denominator. Returns whether all momentum was "
-      "finite. "
-      "Tensors on the CPU.");
+      "average = momentum; parameter += size * momentum / denominator, of tensors on the CPU. Returns "
+      "whether all of the momentum was finite.");
   module.def("all_finite", &engine::allFinite, py::arg("tensors"), withoutGil,
              "Whether there is neither an infinity nor a NaN in tensors on the CPU.");
 }
