@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 CPP := $(shell find cpp_ext -type f 2>/dev/null)
-CPP_FORMATTED = $(shell git ls-files 'cpp_ext/**' 'tests/**' | grep -E '\.(h|hpp|cc|cpp|cu|cuh)$$')
+CPP_FORMATTED = $(shell git ls-files 'cpp_ext/**' 'tests/**' | grep -E '\.(c|h|hpp|cc|cpp|cu|cuh)$$')
 
 .PHONY: help setup test-deps test lint demo bench proto clean
 

@@ -11,6 +11,7 @@ needed=(
     nsenter:util-linux
     openssl:openssl
     clang++:clang
+    iptables:iptables
 )
 
 # The sanitizer runtime that fits Debian's default clang, e.g. libclang-rt-14-dev.

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from tests.lab import namespaces
-from tests.lab.delay import DelayLines
+from tests.lab.delay import DelayLine
 from tests.lab.host import Host
 from tests.lab.namespaces import LabError, inside, lab_possible, system
 from tests.lab.sweep import lab_name, sweep
@@ -60,7 +60,7 @@ class Lab:
         self.name = lab_name(next(_serials))
         self.rate_mbit = rate_mbit
         self.congestion_control = congestion_control
-        self._delays = None if delay_ms is None else DelayLines(delay_ms)
+        self._delay = None if delay_ms is None else DelayLine(delay_ms)
         self._bridge = f"{self.name}.b"
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._old_sigterm: Any = None
@@ -93,8 +93,8 @@ class Lab:
         """Kill all that runs in the lab and remove it; a second call does nothing."""
         try:
             namespaces.remove([host.namespace for host in self.hosts] + [self._bridge])
-            if self._delays is not None:
-                self._delays.stop()
+            if self._delay is not None:
+                self._delay.stop()
         finally:
             for host in self.hosts:
                 host.reap()
@@ -124,18 +124,17 @@ class Lab:
             # Listed before it exists, so that a failure half way removes it too.
             self.hosts.append(host)
             self._add_host(host)
+        if self._delay is not None:
+            self._delay.start(self.hosts)
 
     def _add_host(self, host: Host) -> None:
         namespaces.create(host.namespace)
         enter = inside(host.namespace)
         system(*enter, "sh", "-c", f'echo "$1" > {_CONGESTION_CONTROL}', "lab", self.congestion_control)
-        if self._delays is None:
-            system(
-                *(*enter, "ip", "link", "add", "name", host.nic, "type", "veth"),
-                *("peer", "name", host.port, "netns", str(namespaces.NAMESPACE_DIR / self._bridge)),
-            )
-        else:
-            self._delays.connect(host.namespace, host.nic, self._bridge, host.port)
+        system(
+            *(*enter, "ip", "link", "add", "name", host.nic, "type", "veth"),
+            *("peer", "name", host.port, "netns", str(namespaces.NAMESPACE_DIR / self._bridge)),
+        )
         system(*enter, "ip", "address", "add", f"{host.address}/24", "dev", host.nic)
         system(*enter, "ip", "link", "set", host.nic, "up")
         self._in_bridge("ip", "link", "set", host.port, "master", "br0")
