@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
+from baguarun.comm import timeline
 from baguarun.comm.rail_groups import RailGroups
+from baguarun.comm.weights import pieces_of
 from baguarun.errors import CommunicationError
 
 Shards = list[torch.Tensor]
-"""This rank's part of every tensor; views of them."""
+"""Parts of tensors; views of them."""
+Between = Callable[[Iterator[torch.Tensor]], Iterator[object]]
+"""Takes this rank's shards, each the sum of the node's when it comes out of the iterator, and yields once for
+each, in the same order, when what the node is to get is in it."""
 
 
 class RailExchanger:
     """Runs the exchanges of one model one after the other, in the order of their start on all ranks.
 
     On the CPU a thread of its own takes each through its levels while training goes on; on an accelerator
-    they are enqueued on a stream.
+    they are enqueued on a stream. Tensors go in pieces: while one is between nodes, others are inside.
     """
 
     def __init__(self, groups: RailGroups) -> None:
@@ -39,11 +44,16 @@ class RailExchanger:
         """Start to replace `tensors` by their averages over all ranks, however many each node has."""
         world_size = self.groups.layout.world_size
 
-        def between(shards: Shards) -> None:
-            _wait([_made(self.groups.rail).allreduce([shard], dist.AllreduceOptions()) for shard in shards])
-            torch._foreach_div_(shards, world_size)
+        def between(shards: Iterator[torch.Tensor]) -> Iterator[object]:
+            started = [
+                (shard, _made(self.groups.rail).allreduce([shard], dist.AllreduceOptions()))
+                for shard in shards
+            ]
+            for shard, work in started:
+                work.wait()
+                yield shard.div_(world_size)
 
-        return self._start(tensors, between)
+        return self._start(tensors, pieces_of(tensors), between)
 
     def average_with(
         self, tensors: Sequence[torch.Tensor], to_node: int | None, from_node: int | None
@@ -54,20 +64,26 @@ class RailExchanger:
         """
         node_size = len(self.groups.layout.nodes[self.node_index])
 
-        def between(shards: Shards) -> None:
-            torch._foreach_div_(shards, node_size)
-            if to_node is None or from_node is None:
-                return
-            received = [torch.empty_like(shard) for shard in shards]
-            operations = []
-            for mine, other in zip(shards, received, strict=True):
-                operations.append(dist.P2POp(dist.isend, mine, group=self.groups.rail, group_peer=to_node))
-                operations.append(dist.P2POp(dist.irecv, other, group=self.groups.rail, group_peer=from_node))
-            _wait(dist.batch_isend_irecv(operations))
-            torch._foreach_add_(shards, received)
-            torch._foreach_div_(shards, 2)
+        def swap(mine: torch.Tensor, to_node: int, from_node: int) -> tuple[torch.Tensor, list[dist.Work]]:
+            other = torch.empty_like(mine)
+            return other, dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.irecv, other, group=self.groups.rail, group_peer=from_node),
+                    dist.P2POp(dist.isend, mine, group=self.groups.rail, group_peer=to_node),
+                ]
+            )
 
-        return self._start(tensors, between)
+        def between(shards: Iterator[torch.Tensor]) -> Iterator[object]:
+            averages = (shard.div_(node_size) for shard in shards)
+            if to_node is None or from_node is None:
+                yield from averages
+                return
+            started = [(mine, *swap(mine, to_node, from_node)) for mine in averages]
+            for mine, other, works in started:
+                _wait(works)
+                yield mine.add_(other).div_(2)
+
+        return self._start(tensors, pieces_of(tensors), between)
 
     def average_in_nodes(self, tensors: Sequence[torch.Tensor], between: Callable[[], None]) -> PendingRails:
         """Start to replace `tensors` by the node's average, or by what `between` makes of it.
@@ -77,11 +93,12 @@ class RailExchanger:
         """
         node_size = len(self.groups.layout.nodes[self.node_index])
 
-        def average(shards: Shards) -> None:
-            torch._foreach_div_(shards, node_size)
+        def average(shards: Iterator[torch.Tensor]) -> Iterator[object]:
+            averages = [shard.div_(node_size) for shard in shards]
             between()
+            yield from averages
 
-        return self._start(tensors, average)
+        return self._start(tensors, list(tensors), average)
 
     def part(self, tensors: Sequence[torch.Tensor]) -> Shards:
         """What this rank owns of `tensors`, views of those that it owns something of."""
@@ -108,19 +125,20 @@ class RailExchanger:
         inside = (total - own if others else 0) + own * others
         return inside + int(own * times_between)
 
-    def _start(self, tensors: Sequence[torch.Tensor], between: Callable[[Shards], None]) -> PendingRails:
+    def _start(self, tensors: Sequence[torch.Tensor], pieces: Shards, between: Between) -> PendingRails:
         if tensors[0].device.type == "cpu":
-            return PendingRails(tensors, self._thread.submit(self._run_or_abort, tensors, between), None)
+            return PendingRails(tensors, self._thread.submit(self._run_or_abort, pieces, between), None)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(self._stream):
-            self._run(tensors, between)
+            self._run(pieces, between)
             return PendingRails(tensors, None, self._stream.record_event())
 
-    def _run_or_abort(self, tensors: Sequence[torch.Tensor], between: Callable[[Shards], None]) -> None:
+    def _run_or_abort(self, pieces: Shards, between: Between) -> None:
         try:
-            self._run(tensors, between)
+            with timeline.span("exchange by rail", "wire", sum(piece.nbytes for piece in pieces)):
+                self._run(pieces, between)
         except Exception:
             # Others of the node and the rail wait for this rank. Gloo's abort() does nothing: there they wait
             # until this process has ended, or for the group's timeout.
@@ -128,38 +146,50 @@ class RailExchanger:
                 _made(group)._get_backend(torch.device("cpu")).abort()
             raise
 
-    def _run(self, tensors: Sequence[torch.Tensor], between: Callable[[Shards], None]) -> None:
-        layout, rank = self.groups.layout, self.groups.rank
-        # By rail: the part of every tensor.
-        dealt = [
-            [shard for shard in shards if shard.numel() > 0]
-            for shards in zip(*(tensor.tensor_split(layout.num_rails) for tensor in tensors), strict=True)
-        ]
-        with torch.no_grad():
-            self._collect(dealt)
-            own = dealt[layout.node_of(rank).index(rank)] if layout.rail_of(rank) else []
-            if own:
-                between(own)
-            self._spread(dealt)
-
     # Straight to the groups: torch's functions do not know them any more once the program has said
     # destroy_process_group(), when an exchange may still be under way.
 
-    def _collect(self, dealt: Sequence[Shards]) -> None:
-        works = []
-        for owner, shards in enumerate(dealt):
-            options = dist.ReduceOptions()
-            options.rootRank = owner
-            works += [_made(self.groups.node).reduce([shard], options) for shard in shards]
-        _wait(works)
+    @torch.no_grad()
+    def _run(self, pieces: Shards, between: Between) -> None:
+        layout, rank = self.groups.layout, self.groups.rank
+        dealt = [piece.tensor_split(layout.num_rails) for piece in pieces]
+        works = [self._collect(shards) for shards in dealt]
+        place = layout.node_of(rank).index(rank)
+        owned = [bool(layout.rail_of(rank)) and shards[place].numel() > 0 for shards in dealt]
 
-    def _spread(self, dealt: Sequence[Shards]) -> None:
+        def collected() -> Iterator[torch.Tensor]:
+            for shards, owns, collecting in zip(dealt, owned, works, strict=True):
+                _wait(collecting)
+                if owns:
+                    yield shards[place]
+
+        finished = between(collected())
+        spreading: list[dist.Work] = []
+        for shards, owns in zip(dealt, owned, strict=True):
+            if owns:
+                next(finished)
+            spreading += self._spread(shards)
+        _wait([work for collecting in works for work in collecting] + spreading)
+
+    def _collect(self, shards: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start to sum up every shard of a piece where its owner is."""
         works = []
-        for owner, shards in enumerate(dealt):
-            options = dist.BroadcastOptions()
-            options.rootRank = owner
-            works += [_made(self.groups.node).broadcast([shard], options) for shard in shards]
-        _wait(works)
+        for owner, shard in enumerate(shards):
+            if shard.numel() > 0:
+                options = dist.ReduceOptions()
+                options.rootRank = owner
+                works.append(_made(self.groups.node).reduce([shard], options))
+        return works
+
+    def _spread(self, shards: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start to give every shard of a piece to all of the node, piece after piece in the same order."""
+        works = []
+        for owner, shard in enumerate(shards):
+            if shard.numel() > 0:
+                options = dist.BroadcastOptions()
+                options.rootRank = owner
+                works.append(_made(self.groups.node).broadcast([shard], options))
+        return works
 
 
 class PendingRails:

@@ -13,6 +13,7 @@ from baguarun.errors import UsageError
 
 _ALIGN_BYTES = 64
 """Where each parameter starts: what vector code on CPUs likes best."""
+_LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
 
 
 class FlatWeights:
@@ -79,6 +80,15 @@ class FlatWeights:
             parameter.data = view
             self._placed.append((name, parameter, view))
         self.buffers.append(buffer)
+
+
+def pieces_of(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views that are worth a message each: one is worked on while the next ones are on their way."""
+    return [
+        piece
+        for buffer in buffers
+        for piece in buffer.tensor_split(min(max(buffer.nbytes // _LEAST_PIECE_BYTES, 1), _MOST_PIECES))
+    ]
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,10 +18,8 @@ from baguarun.comm.algorithms.stepper import (
 )
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
-from baguarun.comm.weights import FlatWeights
+from baguarun.comm.weights import FlatWeights, pieces_of
 from baguarun.errors import UsageError
-
-_LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
 
 
 class PeerSelection(enum.Enum):
@@ -128,8 +125,8 @@ class _Mixer(Stepper):
         # Where others' weights come in: one copy of the model.
         self._incoming = context.weights.empty_copy()
         # Pieces of both: one is averaged while the next ones are on their way.
-        self._mine = _pieces(context.weights.buffers)
-        self._theirs = _pieces(self._incoming)
+        self._mine = pieces_of(context.weights.buffers)
+        self._theirs = pieces_of(self._incoming)
 
     def before_forward(self) -> None:
         if not self._started:
@@ -175,12 +172,3 @@ class _Mixer(Stepper):
         if peers is None:
             return rails.average_with(self._incoming, None, None)
         return rails.average_with(self._incoming, peers.to_rank, peers.from_rank)
-
-
-def _pieces(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views that are worth a message each."""
-    return [
-        piece
-        for buffer in buffers
-        for piece in buffer.tensor_split(min(max(buffer.nbytes // _LEAST_PIECE_BYTES, 1), _MOST_PIECES))
-    ]
