@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "engine/errors.h"
+#include "engine/ranges.h"
 
 namespace baguarun::engine {
 
@@ -39,6 +40,11 @@ void withTypes(at::ScalarType weights, const Run& run) {
         std::string("weights of type ") + c10::toString(weights) +
         " cannot be exchanged as coded differences; want float32, float16, bfloat16 or float64");
   }
+}
+
+template <typename Number>
+int64_t bytesOf(size_t count) {
+  return static_cast<int64_t>(count * sizeof(Number));
 }
 
 template <typename Number>
@@ -81,6 +87,7 @@ uint64_t mixed(uint64_t hash, uint64_t word) {
 void await(const Work& work, const char* verb, int rank) {
   bool completed = false;
   try {
+    const WireSpan span(verb, rank);
     completed = work->wait();
   } catch (const std::exception& error) {
     throw CommunicationFailure(std::string(verb) + " rank " + std::to_string(rank) + ": " + textOf(error));
@@ -202,6 +209,7 @@ void DifferenceExchange::receive(size_t position) {
 void DifferenceExchange::give(size_t position) {
   const Piece& piece = pieces_[position];
   withTypes(piece.replica->weights.scalar_type(), [&]<typename Value, typename State>(Value, State) {
+    const Span span("encode", "codec", bytesOf<Value>(piece.count));
     difference<Value, State>(*piece.replica, piece.first, piece.count, numbers_.data());
     codec::encode(kHost, wire_, codec::DType::f32, numbers_.data(), piece.count, piece.sent.data_ptr());
     codec::decode(kHost, wire_, codec::DType::f32, piece.sent.data_ptr(), piece.count, numbers_.data());
@@ -225,9 +233,10 @@ void DifferenceExchange::take(size_t position) {
   for (size_t which = 0; which < links_.size(); ++which) {
     Link& link = links_[which];
     await(link.receives[position], "receiving from", link.rank);
-    codec::decode(kHost, wire_, codec::DType::f32, link.received[position].data_ptr(), piece.count,
-                  numbers_.data());
     withTypes(piece.replica->weights.scalar_type(), [&]<typename Value, typename State>(Value, State) {
+      const Span span("decode", "codec", bytesOf<Value>(piece.count));
+      codec::decode(kHost, wire_, codec::DType::f32, link.received[position].data_ptr(), piece.count,
+                    numbers_.data());
       add(numbers_.data(), piece.count, numbersOf<State>(piece.replica->copies[which], piece.first));
     });
     await(link.sends[position], "sending to", link.rank);

@@ -21,7 +21,7 @@ _QUEUE = 0
 
 
 class DelayLine:
-    """Holds up what arrives at hosts: one process, which lives in none of them."""
+    """Holds up what arrives at hosts: one process with a thread per core, which lives in none of them."""
 
     def __init__(self, delay_ms: float) -> None:
         # A packet leaves one NIC late and arrives late at another: it waits for both where it arrives.
@@ -66,6 +66,6 @@ def delay_program() -> Path:
     if not program.exists():
         with tempfile.TemporaryDirectory(dir=program.parent) as folder:
             building = Path(folder) / program.name
-            system("gcc", "-O2", str(_SOURCE), "-o", str(building))
+            system("gcc", "-O2", "-pthread", str(_SOURCE), "-o", str(building))
             building.replace(program)
     return program

@@ -1,7 +1,7 @@
 /* Latency for what arrives in network namespaces: delayline QUEUE DELAY_US NAMESPACE_FILE...
  *
  * Packets that a firewall rule there sends to netfilter's queue QUEUE wait in the kernel and go on DELAY_US
- * after they came, in their order, to a tick of 250 us exact. Only their numbers come here: nothing is
+ * after they came, in their order, to a tick of 500 us exact. Only their numbers come here: nothing is
  * copied, and a frame of 64 KB costs what a small one does. Says `ready` and runs until it is killed, by
  * whomever or with its parent; what waits then is lost.
  *
@@ -16,6 +16,7 @@
 #include <linux/netfilter/nfnetlink_queue.h>
 #include <linux/netlink.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -35,7 +36,7 @@
 #define PACKETS_AT_ONCE 64
 /* All hosts share its wake-ups, one per tick while anything waits; one per packet costs a fifth of two cores
  * at 1 Gbit/s. */
-#define TICK_NS 250000u
+#define TICK_NS 500000u
 
 /* Of one tick; they wait together. */
 struct arrival {
@@ -47,6 +48,13 @@ struct line {
   int netlink;
   struct arrival* arrivals; /* a ring */
   uint32_t head, tail;
+};
+
+/* The hosts whose packets one core takes through its kernel, as it would those of their NICs. */
+struct core {
+  int cpu;
+  struct line* lines;
+  int hosts;
 };
 
 struct message {
@@ -131,7 +139,7 @@ static struct line open_line(const char* namespace) {
 
 /* Puts all that has come in line. */
 static void take_in(struct line* line, uint64_t now) {
-  static char buffers[PACKETS_AT_ONCE][1024];
+  static _Thread_local char buffers[PACKETS_AT_ONCE][1024];
   bool any = false;
   uint32_t last_packet = 0;
   for (int count = PACKETS_AT_ONCE; count == PACKETS_AT_ONCE;) {
@@ -176,6 +184,36 @@ static void let_go(struct line* line, uint64_t now) {
   if (send(line->netlink, &message, message.netlink.nlmsg_len, 0) < 0 && errno != EINTR) die("netlink");
 }
 
+static void* run(void* argument) {
+  const struct core* core = argument;
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  CPU_SET(core->cpu, &cpus);
+  sched_setaffinity(0, sizeof cpus, &cpus);
+  struct pollfd* sockets = calloc((size_t)core->hosts, sizeof *sockets);
+  if (!sockets) die("memory");
+  for (int host = 0; host < core->hosts; ++host)
+    sockets[host] = (struct pollfd){.fd = core->lines[host].netlink, .events = POLLIN};
+  for (;;) {
+    uint64_t now = now_ns();
+    bool waits = false;
+    for (int host = 0; host < core->hosts; ++host) {
+      struct line* line = &core->lines[host];
+      take_in(line, now);
+      let_go(line, now);
+      waits |= line->tail != line->head;
+    }
+    if (waits) {
+      uint64_t next = now / TICK_NS * TICK_NS + TICK_NS;
+      struct timespec tick = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
+      clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &tick, NULL);
+    } else if (poll(sockets, (nfds_t)core->hosts, -1) < 0 && errno != EINTR) {
+      die("poll");
+    }
+  }
+  return NULL;
+}
+
 int main(int count, char** words) {
   if (count < 4) {
     fprintf(stderr, "usage: delayline QUEUE DELAY_US NAMESPACE_FILE...\n");
@@ -190,29 +228,25 @@ int main(int count, char** words) {
   /* Before all that computes, as a kernel's own timers are: else latency is as long as others' turns. */
   struct sched_param priority = {.sched_priority = 1};
   sched_setscheduler(0, SCHED_FIFO, &priority);
-  struct line* lines = calloc((size_t)hosts, sizeof *lines);
-  struct pollfd* sockets = calloc((size_t)hosts, sizeof *sockets);
-  if (!lines || !sockets) die("memory");
-  for (int host = 0; host < hosts; ++host) {
-    lines[host] = open_line(words[3 + host]);
-    sockets[host] = (struct pollfd){.fd = lines[host].netlink, .events = POLLIN};
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed)) die("cores");
+  struct core* cores = calloc((size_t)hosts, sizeof *cores);
+  if (!cores) die("memory");
+  int used = 0;
+  for (int cpu = 0; cpu < CPU_SETSIZE && used < hosts; ++cpu)
+    if (CPU_ISSET(cpu, &allowed)) cores[used++].cpu = cpu;
+  for (int index = 0; index < used; ++index) {
+    struct core* core = &cores[index];
+    core->lines = calloc((size_t)hosts, sizeof *core->lines);
+    if (!core->lines) die("memory");
+    for (int host = index; host < hosts; host += used)
+      core->lines[core->hosts++] = open_line(words[3 + host]);
   }
   printf("ready\n");
   fflush(stdout);
-  for (;;) {
-    uint64_t now = now_ns();
-    bool waits = false;
-    for (int host = 0; host < hosts; ++host) {
-      take_in(&lines[host], now);
-      let_go(&lines[host], now);
-      waits |= lines[host].tail != lines[host].head;
-    }
-    if (waits) {
-      uint64_t next = now / TICK_NS * TICK_NS + TICK_NS;
-      struct timespec tick = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
-      clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &tick, NULL);
-    } else if (poll(sockets, (nfds_t)hosts, -1) < 0 && errno != EINTR) {
-      die("poll");
-    }
+  for (int index = 0; index < used; ++index) {
+    pthread_t thread;
+    if ((errno = pthread_create(&thread, NULL, run, &cores[index]))) die("thread");
   }
+  for (;;) pause();
 }
