@@ -1,6 +1,7 @@
-// What happens to one CPU bucket, cut into three stages so that stages of different buckets overlap.
+// What happens to one CPU bucket, cut into stages so that stages of different buckets overlap.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -11,7 +12,8 @@
 
 namespace baguarun::engine {
 
-// Threads: begin, reduce and complete are called in this order, each by its own thread, never two at a time.
+// Threads: begin, reduce, the stages between and complete are called in this order, each by its own thread,
+// never two at a time.
 class HostOperation {
  public:
   virtual ~HostOperation() = default;
@@ -22,6 +24,10 @@ class HostOperation {
   virtual bool beginsAtOnce() const { return false; }
   // Waits for the others' contributions to this rank's chunk, reduces, sends the result.
   virtual void reduce() = 0;
+  // For an operation whose ranks answer each other more than once: how many stages follow reduce(), and one
+  // of them. A stage waits once, so that however long the way is buckets wait at the same time.
+  virtual size_t numStagesBetween() const { return 0; }
+  virtual void between(size_t /*stage*/) {}
   // Waits for all results; the bucket is final when it returns.
   virtual void complete() = 0;
   // Ends the waits of the other threads with an error. May be called at any time.

@@ -4,8 +4,10 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "engine/errors.h"
 #include "engine/host_operation.h"
@@ -101,16 +103,11 @@ struct Task {
   bool beginsAtOnce() const { return !kept && operation->beginsAtOnce(); }
 };
 
-// Pieces of buckets pass through three threads: while piece p waits for the others, p+1 is encoded and sent,
-// and p-1 decoded.
+// Pieces of buckets pass through a thread per stage: while piece p waits for the others, p+1 is encoded and
+// sent, and p-1 decoded.
 class HostSchedule final : public Schedule {
  public:
-  HostSchedule(const Group& group, const std::vector<Bucket>& buckets)
-      : group_(group),
-        round_(0),
-        complete_("bagua-complete", [this](size_t task) { runComplete(task); }),
-        reduce_("bagua-reduce", [this](size_t task) { runReduce(task); }),
-        begin_("bagua-begin", [this](size_t task) { runBegin(task); }) {
+  HostSchedule(const Group& group, const std::vector<Bucket>& buckets) : group_(group), round_(0) {
     const Buffers buffers;
     size_t numPieces = 0;
     for (const Bucket& bucket : buckets) {
@@ -137,9 +134,16 @@ class HostSchedule final : public Schedule {
     firstTask_.push_back(tasks_.size());
     labels_.emplace_back("agreement on used parameters");
     tracks_.add(labels_.back(), 0, 0);
+    makeStages();
   }
 
-  ~HostSchedule() override { fail("the engine is being destroyed"); }
+  ~HostSchedule() override {
+    fail("the engine is being destroyed");
+    // The giver before the taker.
+    for (auto& stage : stages_) {
+      stage.reset();
+    }
+  }
 
   void stored(size_t index) override { tracks_.stored(index); }
 
@@ -154,9 +158,9 @@ class HostSchedule final : public Schedule {
     tracks_.full(index, round);
     for (size_t task = first; task < end; ++task) {
       if (beginsAtOnce_) {
-        runBegin(task);
+        run(kBegin, task);
       } else {
-        begin_.push(task);
+        stages_[kBegin]->push(task);
       }
     }
   }
@@ -194,6 +198,44 @@ class HostSchedule final : public Schedule {
   }
 
  private:
+  static constexpr size_t kBegin = 0;
+  static constexpr size_t kReduce = 1;
+
+  void makeStages() {
+    size_t numBetween = 0;
+    for (const Task& task : tasks_) {
+      numBetween = std::max(numBetween, task.operation ? task.operation->numStagesBetween() : 0);
+    }
+    const auto make = [this](const char* name) {
+      const size_t stage = stages_.size();
+      stages_.push_back(
+          std::make_unique<StageThread>(name, [this, stage](size_t task) { run(stage, task); }));
+    };
+    make("bagua-begin");
+    make("bagua-reduce");
+    for (size_t stage = 0; stage < numBetween; ++stage) {
+      make("bagua-between");
+    }
+    make("bagua-complete");
+  }
+
+  void run(size_t stage, size_t task) {
+    const bool isLast = stage + 1 == stages_.size();
+    if (stage == kBegin) {
+      runBegin(task);
+    } else if (stage == kReduce) {
+      guarded(task, "reduce", [&] { tasks_[task].operation->reduce(); });
+    } else if (isLast) {
+      runComplete(task);
+    } else if (const size_t between = stage - kReduce - 1;
+               between < tasks_[task].operation->numStagesBetween()) {
+      guarded(task, "between", [&] { tasks_[task].operation->between(between); });
+    }
+    if (!isLast) {
+      stages_[stage + 1]->push(task);
+    }
+  }
+
   void runBegin(size_t task) {
     uint32_t round = 0;
     {
@@ -201,12 +243,6 @@ class HostSchedule final : public Schedule {
       round = round_;
     }
     guarded(task, "begin", [&] { tasks_[task].begin(round); });
-    reduce_.push(task);
-  }
-
-  void runReduce(size_t task) {
-    guarded(task, "reduce", [&] { tasks_[task].operation->reduce(); });
-    complete_.push(task);
   }
 
   void runComplete(size_t task) {
@@ -268,10 +304,8 @@ class HostSchedule final : public Schedule {
   std::string failure_;
   // No task needs the thread that begins them. All or none, so that they stay in order.
   bool beginsAtOnce_ = false;
-  // Destroyed first, the giver before the taker.
-  StageThread complete_;
-  StageThread reduce_;
-  StageThread begin_;
+  // In the order in which tasks pass through them.
+  std::vector<std::unique_ptr<StageThread>> stages_;
 };
 
 }  // namespace

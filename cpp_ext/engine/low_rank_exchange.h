@@ -102,21 +102,18 @@ class LowRankExchange final : public HostOperation {
       return;
     }
     exchanges_.first->reduce();
-    exchanges_.first->complete();
-    const at::NoGradGuard noGrad;
-    forAll([this](size_t /*index*/, const LowRankMatrix& matrix, const Place& place) {
-      if (matrix.rank > 0) {
-        at::Tensor q = secondOf(matrix, place);
-        if (isFinite(place.first, matrix.rank * matrix.rows)) {
-          orthogonalise(place.first, matrix.rank, matrix.rows);
-          at::mm_out(q, firstOf(matrix, place), matrixOf(matrix));
-        } else {
-          q.fill_(std::numeric_limits<float>::quiet_NaN());
-        }
-      }
-    });
-    if (exchanges_.second) {
-      exchanges_.second->begin(round_);
+  }
+
+  size_t numStagesBetween() const override { return exchanges_.second ? 2 : 0; }
+
+  void between(size_t stage) override {
+    if (!compresses_) {
+      return;
+    }
+    if (stage == 0) {
+      beginSecond();
+    } else {
+      exchanges_.second->reduce();
     }
   }
 
@@ -125,10 +122,7 @@ class LowRankExchange final : public HostOperation {
       exchanges_.whole->complete();
       return;
     }
-    if (exchanges_.second) {
-      exchanges_.second->reduce();
-      exchanges_.second->complete();
-    }
+    (exchanges_.second ? exchanges_.second : exchanges_.first)->complete();
     forAll([this](size_t index, const LowRankMatrix& matrix, const Place& place) {
       if (matrix.rank == 0) {
         store(place.first, matrix.numElements, place.flat);
@@ -165,6 +159,24 @@ class LowRankExchange final : public HostOperation {
     float* first;
     float* second;
   };
+
+  // P has come from all.
+  void beginSecond() {
+    exchanges_.first->complete();
+    const at::NoGradGuard noGrad;
+    forAll([this](size_t /*index*/, const LowRankMatrix& matrix, const Place& place) {
+      if (matrix.rank > 0) {
+        at::Tensor q = secondOf(matrix, place);
+        if (isFinite(place.first, matrix.rank * matrix.rows)) {
+          orthogonalise(place.first, matrix.rank, matrix.rows);
+          at::mm_out(q, firstOf(matrix, place), matrixOf(matrix));
+        } else {
+          q.fill_(std::numeric_limits<float>::quiet_NaN());
+        }
+      }
+    });
+    exchanges_.second->begin(round_);
+  }
 
   template <typename Run>
   void forAll(const Run& run) {
