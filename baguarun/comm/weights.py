@@ -13,7 +13,7 @@ from baguarun.errors import UsageError
 
 _ALIGN_BYTES = 64
 """Where each parameter starts: what vector code on CPUs likes best."""
-_LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
+_LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 16
 
 
 class FlatWeights:

@@ -48,4 +48,7 @@ class Backlog {
   Clock::time_point lastChange_{};
 };
 
+// The shortest round trip on `fd` of the last minutes, by the kernel's count; 0 where it does not know.
+std::chrono::microseconds shortestTrip(int fd) noexcept;
+
 }  // namespace baguarun::net

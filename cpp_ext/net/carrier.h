@@ -13,6 +13,8 @@ struct Packet {
     kRequest,  // a message of `total` bytes with `tag` waits as `id`
     kGrant,    // room for the message that waits as `id`
     kAhead,    // room, known as `id`, for the next message of `total` bytes with `tag` that has not got any
+    kPush,     // a message of `total` bytes with `tag`, whose payload follows as that of `id`, unasked
+    kTaken,    // `id` that was pushed has got a room, the one known as `offset` unless that is 0
     kData,     // payload of message `id` at `offset`
     kCredit,   // `total` bytes of eager messages have been read
   };
@@ -46,6 +48,8 @@ class Carrier {
   virtual ~Carrier() = default;
   // Largest payload of a kData packet.
   virtual size_t dataBytes() const = 0;
+  // Whether an answer takes so long that a question should be spared.
+  virtual bool isLong() { return false; }
   // Sends a packet; `payload` of kData must stay until it is flushed. False: no room now, call again.
   virtual bool send(const Packet& packet, const std::byte* payload) = 0;
   // Packets sent, and how many of the first of them are flushed.

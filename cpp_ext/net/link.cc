@@ -58,6 +58,10 @@ void Link::shutdownStreams() noexcept {
   }
 }
 
+std::chrono::microseconds Link::shortestTrip() const noexcept {
+  return net::shortestTrip(streams_.front().fd.get());
+}
+
 bool Link::peerHasClosed() const noexcept {
   return std::ranges::any_of(streams_, [](const Stream& stream) { return stream.isHungUp; });
 }

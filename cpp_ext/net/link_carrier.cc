@@ -1,5 +1,6 @@
 #include "net/link_carrier.h"
 
+#include <chrono>
 #include <cstring>
 
 #include "net/error.h"
@@ -12,7 +13,15 @@ namespace {
 // there when that is gone.
 constexpr size_t kMaxPayloads = 2;
 
+// A question costs one, and a thread may wait for its turn that long anyway.
+constexpr std::chrono::milliseconds kLongTrip{1};
+
 }  // namespace
+
+bool LinkCarrier::isLong() {
+  const Link* const link = mesh_.find(Mesh::Use::kSending, rank_);
+  return link != nullptr && link->shortestTrip() >= kLongTrip;
+}
 
 bool LinkCarrier::send(const Packet& packet, const std::byte* payload) {
   Link* const link = mesh_.find(Mesh::Use::kSending, rank_);

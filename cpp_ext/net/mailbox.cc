@@ -26,6 +26,9 @@ struct Mailbox::Operation : Communicator::Message {
   uint64_t id = 0;
   uint64_t moved = 0;
   bool isOffered = false;  // a receive whose room the sender knows as `id`
+  // Of what is kept: the memory, and the receive that has got it before all of it was there.
+  std::unique_ptr<std::byte[]> memory;
+  std::shared_ptr<Operation> owner;
   std::atomic<int> from{Communicator::kAnySource};
   std::atomic<bool> done{false};
 };
@@ -132,9 +135,11 @@ void Mailbox::beginSend(const Handle& operation) {
     arrive({.from = rank_,
             .bytes = operation->bytes,
             .isWaiting = false,
+            .isPushed = false,
             .id = 0,
             .payload = {},
-            .ownSend = operation},
+            .ownSend = operation,
+            .kept = nullptr},
            operation->tag, nullptr);
     return;
   }
@@ -145,7 +150,8 @@ void Mailbox::beginSend(const Handle& operation) {
                 .bytes = operation->bytes,
                 .total = operation->bytes};
   const auto offers = lane.offers.find(operation->tag);
-  if (offers != lane.offers.end() && offers->second.front().total == operation->bytes) {
+  const bool isSure = !lane.pushedTags.contains(operation->tag);
+  if (isSure && offers != lane.offers.end() && offers->second.front().total == operation->bytes) {
     const uint64_t id = offers->second.front().id;
     offers->second.pop_front();
     if (offers->second.empty()) {
@@ -156,6 +162,9 @@ void Mailbox::beginSend(const Handle& operation) {
   }
   if (operation->bytes <= kEagerBytes && lane.eagerBytes + cost <= kMaxKeptBytes) {
     lane.eagerBytes += cost;
+  } else if (mayPush(*operation)) {
+    push(operation);
+    return;
   } else {
     operation->id = ++numSends_;
     sends_[operation->id] = operation;
@@ -164,6 +173,55 @@ void Mailbox::beginSend(const Handle& operation) {
     packet.bytes = 0;
   }
   queue(operation->peer, {.packet = packet, .operation = operation});
+}
+
+// Not past a message of the same tag that asks, whose room would be taken for this one's.
+bool Mailbox::mayPush(const Operation& send) const {
+  const Lane& lane = lanes_[static_cast<size_t>(send.peer)];
+  if (send.bytes <= kEagerBytes || lane.pushedBytes + send.bytes > kMaxPushedBytes ||
+      lane.offers.contains(send.tag) || firstAsking(send.peer, send.tag, std::nullopt) != nullptr) {
+    return false;
+  }
+  Carrier* const carrier = hooks_.carrierTo(send.peer);
+  return carrier != nullptr && carrier->isLong();
+}
+
+void Mailbox::push(const Handle& send) {
+  Lane& lane = lanes_[static_cast<size_t>(send->peer)];
+  lane.pushedBytes += send->bytes;
+  ++lane.pushedTags[send->tag];
+  send->id = ++numSends_;
+  queue(send->peer,
+        {.packet = {.kind = Packet::Kind::kPush, .tag = send->tag, .id = send->id, .total = send->bytes},
+         .operation = send});
+  sendData(send, send->id);
+}
+
+// A pushed message has got a room. Offers of its tag that are left are for those who ask, or who come.
+void Mailbox::endPush(int from, const Packet& packet) {
+  Lane& lane = lanes_[static_cast<size_t>(from)];
+  const auto tag = lane.pushedTags.find(packet.tag);
+  if (tag == lane.pushedTags.end() || packet.total > lane.pushedBytes) {
+    throw Error(Fault::kRemote, hooks_.name(from), "has taken a message that nobody pushed");
+  }
+  lane.pushedBytes -= packet.total;
+  const bool isLast = --tag->second == 0;
+  if (isLast) {
+    lane.pushedTags.erase(tag);
+  }
+  const auto found = lane.offers.find(packet.tag);
+  if (found == lane.offers.end()) {
+    return;
+  }
+  std::erase_if(found->second, [&](const Packet& offer) { return offer.id == packet.offset; });
+  if (!isLast && !found->second.empty()) {
+    return;
+  }
+  const std::deque<Packet> left = std::move(found->second);
+  lane.offers.erase(found);
+  for (const Packet& offer : left) {
+    takeOffer(from, offer);
+  }
 }
 
 void Mailbox::queue(int peer, Outgoing outgoing) {
@@ -202,7 +260,7 @@ void Mailbox::beginReceive(const Handle& operation) {
     tags_.erase(operation->tag);
   }
   deliver(operation, arrival, arrival.payload.data());
-  if (!arrival.isWaiting && arrival.from != rank_) {
+  if (arrival.isEager()) {
     credit(arrival.from, arrival.bytes);
   }
 }
@@ -222,19 +280,27 @@ void Mailbox::offerAhead(const Handle& receive, const Tag& tag) {
 
 // The room is for the first message that has asked and got none, or else for one to come.
 void Mailbox::takeOffer(int from, const Packet& packet) {
-  Handle first;
-  for (const auto& [id, send] : sends_) {
-    const bool fits = send->peer == from && send->tag == packet.tag && send->bytes == packet.total;
-    if (fits && (first == nullptr || id < first->id)) {
-      first = send;
-    }
-  }
+  Lane& lane = lanes_[static_cast<size_t>(from)];
+  const bool isSure = !lane.pushedTags.contains(packet.tag);
+  const Handle first = isSure ? firstAsking(from, packet.tag, packet.total) : nullptr;
   if (first == nullptr) {
-    lanes_[static_cast<size_t>(from)].offers[packet.tag].push_back(packet);
+    lane.offers[packet.tag].push_back(packet);
     return;
   }
   sends_.erase(first->id);
   sendData(first, packet.id);
+}
+
+// Of `bytes`, where that is given.
+Mailbox::Handle Mailbox::firstAsking(int peer, uint32_t tag, std::optional<uint64_t> bytes) const {
+  Handle first;
+  for (const auto& [id, send] : sends_) {
+    const bool fits = send->peer == peer && send->tag == tag && (!bytes || *bytes == send->bytes);
+    if (fits && (first == nullptr || id < first->id)) {
+      first = send;
+    }
+  }
+  return first;
 }
 
 // A message has come, or word of it: to whoever waits for it first, or kept.
@@ -247,6 +313,9 @@ void Mailbox::arrive(Arrival arrival, uint32_t tagNumber, const std::byte* paylo
     if (payload != nullptr) {
       arrival.payload.assign(payload, payload + arrival.bytes);
     }
+    if (arrival.isPushed) {
+      arrival.kept = keep(arrival.from, arrival.id, arrival.bytes);
+    }
     tag.arrived.push_back(std::move(arrival));
     return;
   }
@@ -256,7 +325,7 @@ void Mailbox::arrive(Arrival arrival, uint32_t tagNumber, const std::byte* paylo
     tags_.erase(tagNumber);
   }
   deliver(receive, arrival, payload);
-  if (!arrival.isWaiting && arrival.from != rank_) {
+  if (arrival.isEager()) {
     credit(arrival.from, arrival.bytes);
   }
 }
@@ -269,7 +338,9 @@ void Mailbox::deliver(const Handle& receive, Arrival& arrival, const std::byte* 
                     std::to_string(receive->bytes));
   }
   receive->from = arrival.from;
-  if (arrival.ownSend != nullptr) {
+  if (arrival.isPushed) {
+    deliverPushed(receive, arrival);
+  } else if (arrival.ownSend != nullptr) {
     copyBytes(receive->data, arrival.ownSend->data, arrival.bytes);
     finish(arrival.ownSend);
     finish(receive);
@@ -288,6 +359,48 @@ void Mailbox::deliver(const Handle& receive, Arrival& arrival, const std::byte* 
     copyBytes(receive->data, payload, arrival.bytes);
     finish(receive);
   }
+}
+
+void Mailbox::deliverPushed(const Handle& receive, const Arrival& arrival) {
+  Lane& lane = lanes_[static_cast<size_t>(arrival.from)];
+  uint64_t offer = 0;
+  if (std::exchange(receive->isOffered, false)) {
+    offer = receive->id;
+    receives_.erase(keyOf(arrival.from, offer));
+  }
+  receive->id = arrival.id;
+  tell(arrival.from, {.kind = Packet::Kind::kTaken,
+                      .tag = receive->tag,
+                      .id = arrival.id,
+                      .offset = offer,
+                      .total = arrival.bytes});
+  if (arrival.kept == nullptr) {
+    receives_[keyOf(arrival.from, arrival.id)] = receive;
+    return;
+  }
+  lane.keptBytes -= arrival.bytes;
+  if (arrival.kept->moved < arrival.bytes) {
+    // A part is on its way to where it is kept: it goes on from there when all of it has come.
+    arrival.kept->owner = receive;
+    return;
+  }
+  copyBytes(receive->data, arrival.kept->data, arrival.bytes);
+  finish(receive);
+}
+
+// Room for a pushed message that nobody wants yet.
+Mailbox::Handle Mailbox::keep(int from, uint64_t id, uint64_t bytes) {
+  Lane& lane = lanes_[static_cast<size_t>(from)];
+  if (bytes > kMaxPushedBytes - lane.keptBytes) {
+    throw Error(Fault::kRemote, hooks_.name(from), "pushed more than is kept");
+  }
+  lane.keptBytes += bytes;
+  auto kept = std::make_shared<Operation>();
+  kept->memory = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  kept->data = kept->memory.get();
+  kept->bytes = bytes;
+  receives_[keyOf(from, id)] = kept;
+  return kept;
 }
 
 void Mailbox::credit(int from, uint64_t bytes) {
@@ -357,10 +470,12 @@ bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
       }
       break;
     case Packet::Kind::kRequest:
+    case Packet::Kind::kPush:
       lane.outgoing.pop_front();
       break;
     case Packet::Kind::kGrant:
     case Packet::Kind::kAhead:
+    case Packet::Kind::kTaken:
     case Packet::Kind::kCredit:
       NET_CHECK(false);
   }
@@ -373,19 +488,37 @@ void Mailbox::take(int from, const Packet& packet, const std::byte* payload) {
       arrive({.from = from,
               .bytes = packet.bytes,
               .isWaiting = false,
+              .isPushed = false,
               .id = 0,
               .payload = {},
-              .ownSend = nullptr},
+              .ownSend = nullptr,
+              .kept = nullptr},
              packet.tag, payload);
       return;
     case Packet::Kind::kRequest:
       arrive({.from = from,
               .bytes = packet.total,
               .isWaiting = true,
+              .isPushed = false,
               .id = packet.id,
               .payload = {},
-              .ownSend = nullptr},
+              .ownSend = nullptr,
+              .kept = nullptr},
              packet.tag, nullptr);
+      return;
+    case Packet::Kind::kPush:
+      arrive({.from = from,
+              .bytes = packet.total,
+              .isWaiting = false,
+              .isPushed = true,
+              .id = packet.id,
+              .payload = {},
+              .ownSend = nullptr,
+              .kept = nullptr},
+             packet.tag, nullptr);
+      return;
+    case Packet::Kind::kTaken:
+      endPush(from, packet);
       return;
     case Packet::Kind::kGrant: {
       const auto found = sends_.find(packet.id);
@@ -446,9 +579,15 @@ void Mailbox::filled(int from, const Packet& packet) {
   const auto found = receives_.find(keyOf(from, packet.id));
   const Handle receive = found->second;
   receive->moved += packet.bytes;
-  if (receive->moved == receive->bytes) {
-    receives_.erase(found);
+  if (receive->moved < receive->bytes) {
+    return;
+  }
+  receives_.erase(found);
+  if (receive->memory == nullptr) {
     finish(receive);
+  } else if (receive->owner != nullptr) {
+    copyBytes(receive->owner->data, receive->data, receive->bytes);
+    finish(receive->owner);
   }
 }
 

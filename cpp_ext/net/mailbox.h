@@ -7,6 +7,12 @@
 // question waits behind the data. Messages of one sender and tag are matched in the order in which they were
 // sent; a receive from anybody takes what came first. Word of room goes ahead of messages: behind a large one
 // it would keep the other side from sending meanwhile.
+//
+// Where an answer takes long, a large message is pushed: it goes without having asked, as long as the
+// receiver has no more than kMaxPushedBytes of this sender's for which it has not said that they have got a
+// room. Most find theirs, since both sides begin at about the same time; the others are kept until somebody
+// wants them. Rooms that were offered for a tag are not used while one of its messages was pushed and no word
+// of it has come: that message may have got the room.
 #pragma once
 
 #include <atomic>
@@ -14,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -27,6 +34,7 @@ namespace baguarun::net {
 class Mailbox : private PacketSink {
  public:
   static constexpr uint64_t kMaxKeptBytes = 1 << 20;
+  static constexpr uint64_t kMaxPushedBytes = 8 << 20;
 
   struct Hooks {
     // The way to a rank, made where there is none yet; nullptr while it is being made.
@@ -60,9 +68,13 @@ class Mailbox : private PacketSink {
     int from;
     uint64_t bytes;
     bool isWaiting;  // with its sender, as `id`
+    bool isPushed;   // its payload comes as that of `id`, or has come
     uint64_t id;
     std::vector<std::byte> payload;
     Handle ownSend;  // where this rank is the sender
+    Handle kept;     // where the payload of a pushed one is until it gets a room
+
+    bool isEager() const { return !isWaiting && !isPushed && ownSend == nullptr; }
   };
   struct Tag {
     std::deque<Handle> posted;
@@ -80,6 +92,9 @@ class Mailbox : private PacketSink {
     bool hasUnsent = false;                                   // packets that its carrier keeps
     uint64_t eagerBytes = 0;                                  // sent and not yet credited
     uint64_t readBytes = 0;                                   // of its eager messages, not yet credited
+    uint64_t pushedBytes = 0;                                 // sent, and no word that they have got a room
+    uint64_t keptBytes = 0;                                   // pushed by it, and kept
+    std::unordered_map<uint32_t, size_t> pushedTags;          // tags of such messages, and how many
     std::unordered_map<uint32_t, std::deque<Packet>> offers;  // rooms that no message has got, by tag
     size_t numAwaited = 0;
   };
@@ -95,6 +110,12 @@ class Mailbox : private PacketSink {
   void deliver(const Handle& receive, Arrival& arrival, const std::byte* payload);
   void offerAhead(const Handle& receive, const Tag& tag);
   void takeOffer(int from, const Packet& packet);
+  Handle firstAsking(int peer, uint32_t tag, std::optional<uint64_t> bytes) const;
+  bool mayPush(const Operation& send) const;
+  void push(const Handle& send);
+  void endPush(int from, const Packet& packet);
+  Handle keep(int from, uint64_t id, uint64_t bytes);
+  void deliverPushed(const Handle& receive, const Arrival& arrival);
   void sendData(const Handle& send, uint64_t id);
   void queue(int peer, Outgoing outgoing);
   void tell(int peer, const Packet& word);

@@ -42,9 +42,13 @@ class DelayLine:
         if self._line.stdout.readline() != "ready\n":
             raise LabError(self._line.stderr.read().strip())
         for host in hosts:
-            # Nothing passes without a program at the queue's end: no lab goes on that has lost its latency.
-            rule = ("INPUT", "-i", host.nic, "-j", "NFQUEUE", "--queue-num", str(_QUEUE))
-            system(*inside(host.namespace), "iptables", "-w", "-t", "mangle", "-A", *rule)
+            self.hold_up(host, host.nic)
+
+    def hold_up(self, host: Host, device: str) -> None:
+        """What comes to a host by `device` is late, too; one of those it was started for."""
+        # Nothing passes without a program at the queue's end: no lab goes on that has lost its latency.
+        rule = ("INPUT", "-i", device, "-j", "NFQUEUE", "--queue-num", str(_QUEUE))
+        system(*inside(host.namespace), "iptables", "-w", "-t", "mangle", "-A", *rule)
 
     def stop(self) -> None:
         """End it, and with it what still waits."""

@@ -104,6 +104,12 @@ class Lab:
                 self._scratch = None
             self._release_sigterm()
 
+    def delay_within_host(self, host: Host) -> None:
+        """What `host` sends to itself is late as well. Only in a lab with `delay_ms`."""
+        if self._delay is None:
+            raise LabError(f"{self.name} has no latency: want delay_ms")
+        self._delay.hold_up(host, "lo")
+
     def _build(self) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="lab-")
         hosts_file = Path(self._scratch.name) / "hosts"

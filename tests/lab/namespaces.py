@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 NAMESPACE_DIR = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
 TOOLS = ("ip", "tc", "bridge", "nsenter", "unshare", "mount", "hostname")
 
 
@@ -42,6 +45,24 @@ def inside(namespace: str) -> list[str]:
     Not `ip netns exec`: that remounts /sys without cgroups.
     """
     return ["nsenter", f"--net={NAMESPACE_DIR / namespace}"]
+
+
+@contextmanager
+def entered(namespace: str) -> Iterator[None]:
+    """This thread is in `namespace`, and so are the processes that it starts."""
+    with Path("/proc/thread-self/ns/net").open() as own, (NAMESPACE_DIR / namespace).open() as other:
+        _enter(other.fileno())
+        try:
+            yield
+        finally:
+            _enter(own.fileno())
+
+
+def _enter(descriptor: int) -> None:
+    # os.setns is there from Python 3.12 on.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise LabError(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
 
 
 def create(namespace: str) -> None:

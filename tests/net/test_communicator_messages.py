@@ -1,21 +1,38 @@
-"""Messages between ranks: tags in any order, unexpected ones, from anybody, to oneself, among collectives."""
+"""Messages between ranks: tags in any order, unexpected ones, from anybody, to oneself, among collectives.
+
+All of it where answers come at once, and where they take so long that large messages go without asking.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.lab.lab import Lab
+from tests.lab.namespaces import entered
 from tests.net.communicator_peer import ANY, Member, members
 from tests.net.shm_peer import Failed, pointer
 
 # On one host, with a host each, and two and one.
 LAYOUTS = [("a", "a"), ("a", "b"), ("a", "a", "b")]
 layouts = pytest.mark.parametrize("hosts", LAYOUTS, ids="-".join)
+
+
+@pytest.fixture(autouse=True, params=["near", pytest.param("far", marks=pytest.mark.root)])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What ranks of different hosts are joined by."""
+    if request.param == "near":
+        yield
+        return
+    with Lab(hosts=1, delay_ms=1) as lab:
+        lab.delay_within_host(lab.hosts[0])
+        with entered(lab.hosts[0].namespace):
+            yield
 
 
 def letter(sender: int, tag: int, count: int) -> np.ndarray:
@@ -106,6 +123,42 @@ def test_more_unexpected_messages_than_are_kept_do_not_hold_up_the_wanted_one(
 ) -> None:
     with members(tmp_path, len(hosts), hosts) as group:
         assert group.run(flood, 60, 60_000) == [None] * len(hosts)
+
+
+def want_late(member: Member, count: int, size: int, delays_s: Sequence[float]) -> None:
+    """Half of the messages have a tag of their own, the others one for all; some sizes differ by a byte."""
+    tags = [7 if number % 2 else 100 + number for number in range(count)]
+    sizes = [size + number % 3 for number in range(count)]
+    for delay_s in delays_s:
+        if member.rank == 0:
+            order = sorted(range(count), key=lambda number: number * 5 % count)
+            posted = [member.send(letter(0, number, sizes[number]), 1, tags[number]) for number in order]
+            member.wait(*posted)
+        elif member.rank == 1:
+            order = sorted(range(count), key=lambda number: number * 5 % count)
+            received = []
+            for number in order:
+                message = member.recv(np.zeros(sizes[number], np.uint8), 0, tags[number])
+                received.append((number, message))
+                if delay_s and number % 4 == 0:
+                    # What comes meanwhile is kept, and is wanted when a part of it has come.
+                    until = time.monotonic() + delay_s
+                    while time.monotonic() < until:
+                        member.progress()
+            member.wait(*[message for _, message in received])
+            for number, message in received:
+                assert np.array_equal(message.data, letter(0, number, sizes[number])), number
+        member.barrier()
+
+
+@layouts
+@pytest.mark.parametrize(("count", "size"), [(24, 100_000), (12, 1_500_000), (3, 9_000_000)])
+def test_large_messages_that_are_wanted_late_are_kept_or_wait(
+    tmp_path: Path, hosts: Sequence[str], count: int, size: int
+) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        delays_s = [0.0, 0.0003, 0.001, 0.003, 0.01]
+        assert group.run(want_late, count, size, delays_s) == [None] * len(hosts)
 
 
 def receive_from_anybody(member: Member, count: int) -> list[int]:
