@@ -23,8 +23,8 @@ each, in the same order, when what the node is to get is in it."""
 class RailExchanger:
     """Runs the exchanges of one model one after the other, in the order of their start on all ranks.
 
-    On the CPU a thread of its own takes each through its levels while training goes on; on an accelerator
-    they are enqueued on a stream. Tensors go in pieces: while one is between nodes, others are inside.
+    On the CPU a thread of its own takes each through its levels while training goes on, in pieces: while one
+    is between nodes, others are inside. On an accelerator they are enqueued on a stream.
     """
 
     def __init__(self, groups: RailGroups) -> None:
@@ -53,7 +53,7 @@ class RailExchanger:
                 work.wait()
                 yield shard.div_(world_size)
 
-        return self._start(tensors, pieces_of(tensors), between)
+        return self._start(tensors, _pieces(tensors), between)
 
     def average_with(
         self, tensors: Sequence[torch.Tensor], to_node: int | None, from_node: int | None
@@ -83,7 +83,7 @@ class RailExchanger:
                 _wait(works)
                 yield mine.add_(other).div_(2)
 
-        return self._start(tensors, pieces_of(tensors), between)
+        return self._start(tensors, _pieces(tensors), between)
 
     def average_in_nodes(self, tensors: Sequence[torch.Tensor], between: Callable[[], None]) -> PendingRails:
         """Start to replace `tensors` by the node's average, or by what `between` makes of it.
@@ -220,6 +220,12 @@ class PendingRails:
         if self._event is not None:
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
         return self._tensors
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Shards:
+    """On an accelerator whole tensors: with pieces, collectives of two groups would run at the same time, and
+    each may wait for room on one device that the other has there and misses on the next."""
+    return pieces_of(tensors) if tensors[0].is_cpu else list(tensors)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

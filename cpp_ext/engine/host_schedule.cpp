@@ -79,7 +79,8 @@ class StageThread {
 // One piece's way through the stages, and what is done to its bucket before the first of them sends anything
 // and after the last one has arrived.
 struct Task {
-  std::unique_ptr<HostOperation> operation;
+  // Shared with who aborts it, for flags have another one in every round.
+  std::shared_ptr<HostOperation> operation;
   size_t bucket = 0;
   bool isLast = true;
   // Of the bucket, for its first and its last piece; null: nothing.
@@ -166,7 +167,10 @@ class HostSchedule final : public Schedule {
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
-    tasks_.back().operation = makeHostFlags(group_, flags);
+    {
+      const std::scoped_lock lock(mutex_);
+      tasks_.back().operation = makeHostFlags(group_, flags);
+    }
     launch(tasks_.back().bucket, round);
   }
 
@@ -276,16 +280,20 @@ class HostSchedule final : public Schedule {
   }
 
   void fail(const std::string& message) {
+    std::vector<std::shared_ptr<HostOperation>> operations;
     {
       const std::scoped_lock lock(mutex_);
       if (!failure_.empty()) {
         return;
       }
       failure_ = message;
+      for (const Task& task : tasks_) {
+        operations.push_back(task.operation);
+      }
     }
-    for (const Task& task : tasks_) {
-      if (task.operation) {
-        task.operation->abort();
+    for (const auto& operation : operations) {
+      if (operation) {
+        operation->abort();
       }
     }
   }

@@ -26,6 +26,8 @@ struct Mailbox::Operation : Communicator::Message {
   uint64_t id = 0;
   uint64_t moved = 0;
   bool isOffered = false;  // a receive whose room the sender knows as `id`
+  bool isPushed = false;
+  bool isHalfDone = false;  // a pushed send that the network has, or whose room there is word of
   // Of what is kept: the memory, and the receive that has got it before all of it was there.
   std::unique_ptr<std::byte[]> memory;
   std::shared_ptr<Operation> owner;
@@ -191,6 +193,8 @@ void Mailbox::push(const Handle& send) {
   lane.pushedBytes += send->bytes;
   ++lane.pushedTags[send->tag];
   send->id = ++numSends_;
+  send->isPushed = true;
+  pushes_[send->id] = send;
   queue(send->peer,
         {.packet = {.kind = Packet::Kind::kPush, .tag = send->tag, .id = send->id, .total = send->bytes},
          .operation = send});
@@ -200,16 +204,20 @@ void Mailbox::push(const Handle& send) {
 // A pushed message has got a room. Offers of its tag that are left are for those who ask, or who come.
 void Mailbox::endPush(int from, const Packet& packet) {
   Lane& lane = lanes_[static_cast<size_t>(from)];
-  const auto tag = lane.pushedTags.find(packet.tag);
-  if (tag == lane.pushedTags.end() || packet.total > lane.pushedBytes) {
+  const auto push = pushes_.find(packet.id);
+  if (push == pushes_.end() || push->second->peer != from) {
     throw Error(Fault::kRemote, hooks_.name(from), "has taken a message that nobody pushed");
   }
-  lane.pushedBytes -= packet.total;
+  const Handle send = push->second;
+  pushes_.erase(push);
+  finishHalf(send);
+  lane.pushedBytes -= send->bytes;
+  const auto tag = lane.pushedTags.find(send->tag);
   const bool isLast = --tag->second == 0;
   if (isLast) {
     lane.pushedTags.erase(tag);
   }
-  const auto found = lane.offers.find(packet.tag);
+  const auto found = lane.offers.find(send->tag);
   if (found == lane.offers.end()) {
     return;
   }
@@ -265,10 +273,14 @@ void Mailbox::beginReceive(const Handle& operation) {
   }
 }
 
-// Not behind a receive from anybody, which what comes next may be for.
+// Not behind a receive from anybody, which what comes next may be for, nor behind one that was.
 void Mailbox::offerAhead(const Handle& receive, const Tag& tag) {
   const bool isWanted = receive->bytes > kEagerBytes && receive->peer >= 0 && receive->peer != rank_;
-  if (!isWanted || std::ranges::any_of(tag.posted, [](const Handle& other) { return other->peer < 0; })) {
+  const auto isBefore = [&](const Handle& other) {
+    return other->peer < 0 ||
+           (other->peer == receive->peer && other->bytes > kEagerBytes && !other->isOffered);
+  };
+  if (!isWanted || std::ranges::any_of(tag.posted, isBefore)) {
     return;
   }
   receive->isOffered = true;
@@ -369,11 +381,7 @@ void Mailbox::deliverPushed(const Handle& receive, const Arrival& arrival) {
     receives_.erase(keyOf(arrival.from, offer));
   }
   receive->id = arrival.id;
-  tell(arrival.from, {.kind = Packet::Kind::kTaken,
-                      .tag = receive->tag,
-                      .id = arrival.id,
-                      .offset = offer,
-                      .total = arrival.bytes});
+  tell(arrival.from, {.kind = Packet::Kind::kTaken, .id = arrival.id, .offset = offer});
   if (arrival.kept == nullptr) {
     receives_[keyOf(arrival.from, arrival.id)] = receive;
     return;
@@ -421,10 +429,20 @@ void Mailbox::finish(const Handle& operation) {
   operation->done.store(true, std::memory_order_release);
 }
 
+// The network has a pushed message, or there is word of its room: the later of the two ends it.
+void Mailbox::finishHalf(const Handle& push) {
+  if (std::exchange(push->isHalfDone, true)) {
+    finish(push);
+  }
+}
+
 // Sends what is queued for `peer` as far as there is room.
 bool Mailbox::flush(int peer, Lane& lane) {
   Carrier* const carrier = hooks_.carrierTo(peer);
+  // Somebody's send ends with it.
+  const auto isAwaited = [](const Packet& word) { return word.kind == Packet::Kind::kTaken; };
   if (carrier == nullptr) {
+    lane.hasUnsent = std::ranges::any_of(lane.words, isAwaited);
     return false;
   }
   bool moved = false;
@@ -439,11 +457,12 @@ bool Mailbox::flush(int peer, Lane& lane) {
     moved = true;
   }
   while (!lane.unflushed.empty() && lane.unflushed.front().first <= carrier->numFlushed()) {
-    finish(lane.unflushed.front().second);
+    const Handle& flushed = lane.unflushed.front().second;
+    flushed->isPushed ? finishHalf(flushed) : finish(flushed);
     lane.unflushed.pop_front();
     moved = true;
   }
-  lane.hasUnsent = carrier->hasUnsent();
+  lane.hasUnsent = carrier->hasUnsent() || std::ranges::any_of(lane.words, isAwaited);
   return moved;
 }
 

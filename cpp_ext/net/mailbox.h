@@ -89,7 +89,7 @@ class Mailbox : private PacketSink {
     std::deque<Packet> words;  // of room; they go before `outgoing`
     std::deque<Outgoing> outgoing;
     std::deque<std::pair<uint64_t, Handle>> unflushed;        // done when as many packets are flushed
-    bool hasUnsent = false;                                   // packets that its carrier keeps
+    bool hasUnsent = false;                                   // packets, or words that the peer awaits
     uint64_t eagerBytes = 0;                                  // sent and not yet credited
     uint64_t readBytes = 0;                                   // of its eager messages, not yet credited
     uint64_t pushedBytes = 0;                                 // sent, and no word that they have got a room
@@ -114,6 +114,7 @@ class Mailbox : private PacketSink {
   bool mayPush(const Operation& send) const;
   void push(const Handle& send);
   void endPush(int from, const Packet& packet);
+  void finishHalf(const Handle& push);
   Handle keep(int from, uint64_t id, uint64_t bytes);
   void deliverPushed(const Handle& receive, const Arrival& arrival);
   void sendData(const Handle& send, uint64_t id);
@@ -133,6 +134,7 @@ class Mailbox : private PacketSink {
   std::vector<int> busyLanes_;
   std::unordered_map<uint32_t, Tag> tags_;
   std::unordered_map<uint64_t, Handle> sends_;     // that wait for their grant
+  std::unordered_map<uint64_t, Handle> pushes_;    // that wait for word of their room
   std::unordered_map<uint64_t, Handle> receives_;  // whose payload comes in pieces
   uint64_t numSends_ = 0;
   uint64_t numOffers_ = 0;

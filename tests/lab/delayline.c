@@ -111,11 +111,15 @@ static void configure(int netlink, const struct message* message) {
 }
 
 static struct line open_line(const char* namespace) {
+  int own = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
   int theirs = open(namespace, O_RDONLY | O_CLOEXEC);
-  if (theirs < 0 || setns(theirs, CLONE_NEWNET)) die(namespace);
-  close(theirs);
+  if (own < 0 || theirs < 0 || setns(theirs, CLONE_NEWNET)) die(namespace);
   int netlink = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_NETFILTER);
   if (netlink < 0) die("netlink");
+  /* Whoever kills or freezes all that is in the namespace does not mean this process. */
+  if (setns(own, CLONE_NEWNET)) die("own namespace");
+  close(own);
+  close(theirs);
   int bytes = SOCKET_BYTES;
   setsockopt(netlink, SOL_SOCKET, SO_RCVBUFFORCE, &bytes, sizeof bytes);
 

@@ -140,6 +140,7 @@ int baguaIsDone(void* message) {
 }
 int baguaSource(void* message) { return (*static_cast<Message*>(message))->source(); }
 void baguaForget(void* message) { delete static_cast<Message*>(message); }
+int baguaHasUnsent(void* it) { return of(it).hasUnsent(); }
 int baguaProgress(void* it) {
   bool moved = false;
   const int result = guarded([&] { moved = of(it).progress(); });

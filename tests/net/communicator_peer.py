@@ -59,6 +59,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "Source": (_I, [_P]),
     "Forget": (None, [_P]),
     "Progress": (_I, [_P]),
+    "HasUnsent": (_I, [_P]),
     "Sleep": (None, [_P, _D]),
     "Wake": (None, [_P]),
     "Abort": (None, [_P, _S]),

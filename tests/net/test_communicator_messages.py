@@ -125,6 +125,12 @@ def test_more_unexpected_messages_than_are_kept_do_not_hold_up_the_wanted_one(
         assert group.run(flood, 60, 60_000) == [None] * len(hosts)
 
 
+def drive(member: Member, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        member.progress()
+
+
 def want_late(member: Member, count: int, size: int, delays_s: Sequence[float]) -> None:
     """Half of the messages have a tag of their own, the others one for all; some sizes differ by a byte."""
     tags = [7 if number % 2 else 100 + number for number in range(count)]
@@ -142,9 +148,7 @@ def want_late(member: Member, count: int, size: int, delays_s: Sequence[float]) 
                 received.append((number, message))
                 if delay_s and number % 4 == 0:
                     # What comes meanwhile is kept, and is wanted when a part of it has come.
-                    until = time.monotonic() + delay_s
-                    while time.monotonic() < until:
-                        member.progress()
+                    drive(member, delay_s)
             member.wait(*[message for _, message in received])
             for number, message in received:
                 assert np.array_equal(message.data, letter(0, number, sizes[number])), number
@@ -159,6 +163,36 @@ def test_large_messages_that_are_wanted_late_are_kept_or_wait(
     with members(tmp_path, len(hosts), hosts) as group:
         delays_s = [0.0, 0.0003, 0.001, 0.003, 0.01]
         assert group.run(want_late, count, size, delays_s) == [None] * len(hosts)
+
+
+def leave_when_sent(member: Member, count: int) -> bool:
+    """Whether the send was still under way when the receiver had not asked for it."""
+    if member.rank == 0:
+        # How long the way is shows only once there is one.
+        member.wait(member.send(letter(0, 9, 10), 1, 9))
+        drive(member, 0.2)
+        message = member.send(letter(0, 3, count), 1, 3)
+        drive(member, 0.2)
+        was_under_way = not message.is_done()
+        member.wait(message)
+        member.close()
+        return was_under_way
+    if member.rank == 1:
+        member.wait(member.recv(np.zeros(10, np.uint8), 0, 9))
+        drive(member, 0.8)
+        message = member.recv(np.zeros(count, np.uint8), 0, 3)
+        member.wait(message)
+        assert np.array_equal(message.data, letter(0, 3, count))
+        # The word that the message has got its room is this rank's first one to rank 0.
+        while member.library.baguaHasUnsent(member.handle):
+            member.progress()
+    return True
+
+
+@layouts
+def test_who_leaves_after_a_large_send_is_not_missed(tmp_path: Path, hosts: Sequence[str]) -> None:
+    with members(tmp_path, len(hosts), hosts) as group:
+        assert all(group.run(leave_when_sent, 3_000_000))
 
 
 def receive_from_anybody(member: Member, count: int) -> list[int]:
