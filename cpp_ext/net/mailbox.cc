@@ -134,15 +134,7 @@ void Mailbox::begin(const Handle& operation) {
 
 void Mailbox::beginSend(const Handle& operation) {
   if (operation->peer == rank_) {
-    arrive({.from = rank_,
-            .bytes = operation->bytes,
-            .isWaiting = false,
-            .isPushed = false,
-            .id = 0,
-            .payload = {},
-            .ownSend = operation,
-            .kept = nullptr},
-           operation->tag, nullptr);
+    arrive({.from = rank_, .bytes = operation->bytes, .ownSend = operation}, operation->tag, nullptr);
     return;
   }
   Lane& lane = lanes_[static_cast<size_t>(operation->peer)];
@@ -504,37 +496,13 @@ bool Mailbox::sendNext(Carrier& carrier, Outgoing& next, Lane& lane) {
 void Mailbox::take(int from, const Packet& packet, const std::byte* payload) {
   switch (packet.kind) {
     case Packet::Kind::kEager:
-      arrive({.from = from,
-              .bytes = packet.bytes,
-              .isWaiting = false,
-              .isPushed = false,
-              .id = 0,
-              .payload = {},
-              .ownSend = nullptr,
-              .kept = nullptr},
-             packet.tag, payload);
+      arrive({.from = from, .bytes = packet.bytes}, packet.tag, payload);
       return;
     case Packet::Kind::kRequest:
-      arrive({.from = from,
-              .bytes = packet.total,
-              .isWaiting = true,
-              .isPushed = false,
-              .id = packet.id,
-              .payload = {},
-              .ownSend = nullptr,
-              .kept = nullptr},
-             packet.tag, nullptr);
+      arrive({.from = from, .bytes = packet.total, .isWaiting = true, .id = packet.id}, packet.tag, nullptr);
       return;
     case Packet::Kind::kPush:
-      arrive({.from = from,
-              .bytes = packet.total,
-              .isWaiting = false,
-              .isPushed = true,
-              .id = packet.id,
-              .payload = {},
-              .ownSend = nullptr,
-              .kept = nullptr},
-             packet.tag, nullptr);
+      arrive({.from = from, .bytes = packet.total, .isPushed = true, .id = packet.id}, packet.tag, nullptr);
       return;
     case Packet::Kind::kTaken:
       endPush(from, packet);

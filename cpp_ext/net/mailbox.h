@@ -67,12 +67,12 @@ class Mailbox : private PacketSink {
   struct Arrival {
     int from;
     uint64_t bytes;
-    bool isWaiting;  // with its sender, as `id`
-    bool isPushed;   // its payload comes as that of `id`, or has come
-    uint64_t id;
-    std::vector<std::byte> payload;
-    Handle ownSend;  // where this rank is the sender
-    Handle kept;     // where the payload of a pushed one is until it gets a room
+    bool isWaiting = false;  // with its sender, as `id`
+    bool isPushed = false;   // its payload comes as that of `id`, or has come
+    uint64_t id = 0;
+    std::vector<std::byte> payload = {};
+    Handle ownSend = nullptr;  // where this rank is the sender
+    Handle kept = nullptr;     // where the payload of a pushed one is until it gets a room
 
     bool isEager() const { return !isWaiting && !isPushed && ownSend == nullptr; }
   };

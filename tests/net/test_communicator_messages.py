@@ -195,6 +195,34 @@ def test_who_leaves_after_a_large_send_is_not_missed(tmp_path: Path, hosts: Sequ
         assert all(group.run(leave_when_sent, 3_000_000))
 
 
+def overtake(member: Member, count: int) -> None:
+    """The second receive comes behind one from anybody, the third when rank 2 has got that."""
+    if member.rank == 1:
+        first = member.recv(np.zeros(count, np.uint8), ANY, 4)
+        received = [member.recv(np.zeros(count, np.uint8), 0, 4)]
+        member.wait(first)
+        assert first.source() == 2
+        received.append(member.recv(np.zeros(count, np.uint8), 0, 4))
+        drive(member, 0.1)
+    elif member.rank == 2:
+        member.wait(member.send(letter(2, 0, count), 1, 4))
+    member.barrier()
+    if member.rank == 0:
+        member.wait(*[member.send(letter(0, number, count), 1, 4) for number in range(2)])
+    elif member.rank == 1:
+        member.wait(*received)
+        for number, message in enumerate(received):
+            assert np.array_equal(message.data, letter(0, number, count)), number
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abc"])
+def test_receives_get_their_messages_in_order_when_one_from_anybody_was_before_them(
+    tmp_path: Path, hosts: str
+) -> None:
+    with members(tmp_path, 3, list(hosts)) as group:
+        assert group.run(overtake, 300_000) == [None] * 3
+
+
 def receive_from_anybody(member: Member, count: int) -> list[int]:
     if member.rank > 0:
         member.wait(*[member.send(letter(member.rank, 3, count), 0, 3) for _ in range(2)])
