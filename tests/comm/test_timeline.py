@@ -18,6 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from baguarun.comm import timeline
+from baguarun.comm.algorithms import Algorithm, PowerSGD
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import UsageError
 from tests.comm.models import batch, mlp
@@ -28,7 +29,7 @@ STEPS = 3
 Event = dict[str, Any]
 
 
-def train(algorithm: str, steps: int = STEPS) -> DistributedDataParallel:
+def train(algorithm: str | Algorithm, steps: int = STEPS) -> DistributedDataParallel:
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm, bucket_cap_mb=0.005)
@@ -48,7 +49,7 @@ def read(path: Path) -> list[Event]:
     return events
 
 
-def record(path: Path, algorithm: str) -> list[Event]:
+def record(path: Path, algorithm: str | Algorithm) -> list[Event]:
     timeline.start(path)
     train(algorithm)
     timeline.stop()
@@ -134,6 +135,35 @@ def shows_codecs_and_waits(folder: Path) -> None:
 
 def test_codecs_and_waits_lie_in_the_stage_of_their_bucket_in_order(tmp_path: Path) -> None:
     run_ranks(shows_codecs_and_waits, 2, tmp_path)
+
+
+def shows_a_thread_per_wait(folder: Path) -> None:
+    events = record(folder / f"out.{dist.get_rank()}", PowerSGD(rank=1, start_step=2))
+    peer = 1 - dist.get_rank()
+    waits = spans(events, "bagua-between", "receiving")
+    waited_for = {(event["tid"], event["name"]) for event in waits}
+    # Each of the two waits for one kind of answer only.
+    names = [f"receiving the contribution of rank {peer}", f"receiving the result of rank {peer}"]
+    assert sorted(name for _, name in waited_for) == names, waited_for
+    assert len({tid for tid, _ in waited_for}) == 2
+
+
+def test_each_wait_of_power_sgd_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    run_ranks(shows_a_thread_per_wait, 2, tmp_path)
+
+
+def shows_differences(folder: Path) -> None:
+    events = record(folder / f"out.{dist.get_rank()}", "low_precision_decentralized")
+    peer = 1 - dist.get_rank()
+    # The last exchange is decoded when the next one begins, which never does.
+    assert len(spans(events, "main", "encode")) == STEPS
+    assert len(spans(events, "main", "decode")) == STEPS - 1
+    assert spans(events, "main", f"receiving from rank {peer}")
+    assert_nested(events)
+
+
+def test_differences_are_encoded_and_decoded_in_the_step_of_the_optimizer(tmp_path: Path) -> None:
+    run_ranks(shows_differences, 2, tmp_path)
 
 
 def shows_the_step(folder: Path) -> None:
