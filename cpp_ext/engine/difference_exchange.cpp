@@ -10,6 +10,7 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/clones.h"
 #include "engine/errors.h"
 #include "engine/ranges.h"
 
@@ -19,8 +20,11 @@ namespace {
 
 constexpr codec::Exec kHost{codec::Device::cpu, nullptr};
 
-// Whole blocks of the codecs. One piece as fp32 stays in a core's cache.
 constexpr size_t kPieceElements = size_t{128} << 10;
+// A piece is decoded, mixed and encoded in parts, of which all that is read and written stays in a core's
+// second cache meanwhile. Whole blocks of the codecs, so that its bytes do not depend on it.
+constexpr size_t kPartElements = size_t{8} << 10;
+static_assert(kPieceElements % kPartElements == 0 && kPartElements % codec::kBlockElems == 0);
 
 at::ScalarType stateType(at::ScalarType weights) { return weights == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -52,32 +56,72 @@ Number* numbersOf(const at::Tensor& tensor, size_t first) {
   return static_cast<Number*>(tensor.data_ptr()) + first;
 }
 
+void* bytesAt(const at::Tensor& tensor, size_t offset) {
+  return static_cast<std::byte*>(tensor.data_ptr()) + offset;
+}
+
+// What the loops below go through: `count` numbers of each.
+template <typename Value, typename State>
+struct Part {
+  Value* weights;
+  State* own;
+  std::array<State*, 2> copies;
+  size_t numCopies;
+  size_t count;
+};
+
+template <typename Value, typename State>
+Part<Value, State> partOf(const Replica& replica, size_t first, size_t count) {
+  return {numbersOf<Value>(replica.weights, first),
+          numbersOf<State>(replica.own, first),
+          {numbersOf<State>(replica.copies.front(), first), numbersOf<State>(replica.copies.back(), first)},
+          replica.copies.size(),
+          count};
+}
+
 // out = (x - w) + sum(c - w)/(k+1). Differences first: they are small, and exact where replicas agree.
 template <typename Value, typename State>
-void difference(const Replica& replica, size_t first, size_t count, float* out) {
-  const auto* weights = numbersOf<const Value>(replica.weights, first);
-  const auto* own = numbersOf<const State>(replica.own, first);
-  const auto* left = numbersOf<const State>(replica.copies.front(), first);
-  if (replica.copies.size() == 1) {
-    for (size_t i = 0; i < count; ++i) {
-      const State change = static_cast<State>(weights[i]) - own[i];
-      out[i] = static_cast<float>(change + (left[i] - own[i]) / State{2});
+[[gnu::always_inline]] inline void difference(const Part<Value, State>& part, float* out) {
+  const auto [left, right] = part.copies;
+  if (part.numCopies == 1) {
+    for (size_t i = 0; i < part.count; ++i) {
+      const State change = static_cast<State>(part.weights[i]) - part.own[i];
+      out[i] = static_cast<float>(change + (left[i] - part.own[i]) / State{2});
     }
     return;
   }
-  const auto* right = numbersOf<const State>(replica.copies.back(), first);
-  for (size_t i = 0; i < count; ++i) {
-    const State change = static_cast<State>(weights[i]) - own[i];
-    out[i] = static_cast<float>(change + ((left[i] - own[i]) + (right[i] - own[i])) / State{3});
+  for (size_t i = 0; i < part.count; ++i) {
+    const State change = static_cast<State>(part.weights[i]) - part.own[i];
+    out[i] = static_cast<float>(change + ((left[i] - part.own[i]) + (right[i] - part.own[i])) / State{3});
+  }
+}
+
+// w += q, x = w.
+template <typename Value, typename State>
+[[gnu::always_inline]] inline void apply(const float* decoded, const Part<Value, State>& part) {
+  for (size_t i = 0; i < part.count; ++i) {
+    part.own[i] += static_cast<State>(decoded[i]);
+    part.weights[i] = static_cast<Value>(part.own[i]);
   }
 }
 
 template <typename State>
-void add(const float* decoded, size_t count, State* to) {
+[[gnu::always_inline]] inline void add(const float* decoded, size_t count, State* to) {
   for (size_t i = 0; i < count; ++i) {
     to[i] += static_cast<State>(decoded[i]);
   }
 }
+
+// fp32, which most models have, with the widest vectors of the machine.
+BAGUARUN_CLONES void difference(const Part<float, float>& part, float* out) {
+  difference<float, float>(part, out);
+}
+
+BAGUARUN_CLONES void apply(const float* decoded, const Part<float, float>& part) {
+  apply<float, float>(decoded, part);
+}
+
+BAGUARUN_CLONES void add(const float* decoded, size_t count, float* to) { add<float>(decoded, count, to); }
 
 uint64_t mixed(uint64_t hash, uint64_t word) {
   // An odd factor and a rotation lose nothing and carry a changed sign bit down to all others.
@@ -112,11 +156,7 @@ DifferenceExchange::DifferenceExchange(Group group, codec::Wire wire, std::vecto
     throw UsageFailure("the model has more than " + std::to_string(kMaxBuckets * kPieceElements) +
                        " weights: too many for one exchange of coded differences");
   }
-  size_t most = 0;
-  for (const Piece& piece : pieces_) {
-    most = std::max(most, piece.count);
-  }
-  numbers_.resize(most);
+  numbers_.resize(kPartElements);
   connect();
 }
 
@@ -125,10 +165,11 @@ void DifferenceExchange::start() {
     ++round_;
     for (size_t position = 0; position < pieces_.size(); ++position) {
       if (running_) {
-        take(position);
+        await(position);
       }
+      work(position, running_, true);
       receive(position);
-      give(position);
+      send(position);
     }
     running_ = true;
   });
@@ -137,7 +178,8 @@ void DifferenceExchange::start() {
 void DifferenceExchange::wait() {
   guarded([this] {
     for (size_t position = 0; running_ && position < pieces_.size(); ++position) {
-      take(position);
+      await(position);
+      work(position, true, false);
     }
     running_ = false;
   });
@@ -205,42 +247,47 @@ void DifferenceExchange::receive(size_t position) {
   }
 }
 
-// Encodes, applies here and sends.
-void DifferenceExchange::give(size_t position) {
-  const Piece& piece = pieces_[position];
-  withTypes(piece.replica->weights.scalar_type(), [&]<typename Value, typename State>(Value, State) {
-    const Span span("encode", "codec", bytesOf<Value>(piece.count));
-    difference<Value, State>(*piece.replica, piece.first, piece.count, numbers_.data());
-    codec::encode(kHost, wire_, codec::DType::f32, numbers_.data(), piece.count, piece.sent.data_ptr());
-    codec::decode(kHost, wire_, codec::DType::f32, piece.sent.data_ptr(), piece.count, numbers_.data());
-    auto* own = numbersOf<State>(piece.replica->own, piece.first);
-    auto* weights = numbersOf<Value>(piece.replica->weights, piece.first);
-    add(numbers_.data(), piece.count, own);
-    for (size_t i = 0; i < piece.count; ++i) {
-      weights[i] = static_cast<Value>(own[i]);
-    }
-  });
+// Ends the piece's messages of the last round.
+void DifferenceExchange::await(size_t position) {
   for (Link& link : links_) {
-    std::vector<at::Tensor> message{piece.sent};
+    engine::await(link.receives[position], "receiving from", link.rank);
+    engine::await(link.sends[position], "sending to", link.rank);
+  }
+}
+
+void DifferenceExchange::send(size_t position) {
+  for (Link& link : links_) {
+    std::vector<at::Tensor> message{pieces_[position].sent};
     link.sends[position] =
         sendMessage(group_, message, link.rank, messageTag(round_, position, link.sendStage));
   }
 }
 
-// Ends the piece's messages of the last round.
-void DifferenceExchange::take(size_t position) {
+// Takes in what neighbours have sent of the piece, encodes what has changed, and applies that here.
+void DifferenceExchange::work(size_t position, bool takes, bool gives) {
   const Piece& piece = pieces_[position];
-  for (size_t which = 0; which < links_.size(); ++which) {
-    Link& link = links_[which];
-    await(link.receives[position], "receiving from", link.rank);
-    withTypes(piece.replica->weights.scalar_type(), [&]<typename Value, typename State>(Value, State) {
-      const Span span("decode", "codec", bytesOf<Value>(piece.count));
-      codec::decode(kHost, wire_, codec::DType::f32, link.received[position].data_ptr(), piece.count,
-                    numbers_.data());
-      add(numbers_.data(), piece.count, numbersOf<State>(piece.replica->copies[which], piece.first));
-    });
-    await(link.sends[position], "sending to", link.rank);
-  }
+  const char* const name = takes ? gives ? "decode and encode" : "decode" : "encode";
+  withTypes(piece.replica->weights.scalar_type(), [&]<typename Value, typename State>(Value, State) {
+    const Span span(name, "codec", bytesOf<Value>(piece.count));
+    float* const numbers = numbers_.data();
+    for (size_t done = 0; done < piece.count; done += kPartElements) {
+      const auto part = partOf<Value, State>(*piece.replica, piece.first + done,
+                                             std::min(kPartElements, piece.count - done));
+      // Parts before it are whole.
+      const auto offset = done / kPartElements * codec::encodedBytes(wire_, kPartElements);
+      for (size_t which = 0; takes && which < links_.size(); ++which) {
+        codec::decode(kHost, wire_, codec::DType::f32, bytesAt(links_[which].received[position], offset),
+                      part.count, numbers);
+        add(numbers, part.count, part.copies[which]);
+      }
+      if (gives) {
+        difference(part, numbers);
+        codec::encode(kHost, wire_, codec::DType::f32, numbers, part.count, bytesAt(piece.sent, offset));
+        codec::decode(kHost, wire_, codec::DType::f32, bytesAt(piece.sent, offset), part.count, numbers);
+        apply(numbers, part);
+      }
+    }
+  });
 }
 
 void DifferenceExchange::guarded(const std::function<void()>& run) {

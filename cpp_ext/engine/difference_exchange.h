@@ -34,7 +34,8 @@ struct Replica {
 //
 // What comes in is needed in the next exchange only, so start() returns when x is final and all messages are
 // handed to the network, receives as well: whoever leaves the group in good order lets them end. Buffers
-// travel in pieces, and each piece of an exchange sets out before the next one is looked at.
+// travel in pieces, and each piece of an exchange sets out before the next one is looked at. What neighbours
+// sent of it in the last exchange is taken in on the same way through memory.
 //
 // Threads: the one that trains.
 class DifferenceExchange {
@@ -72,9 +73,10 @@ class DifferenceExchange {
   void check(const Replica& replica) const;
   void cut(const Replica& replica);
   void connect();
+  void await(size_t position);
+  void work(size_t position, bool takes, bool gives);
   void receive(size_t position);
-  void give(size_t position);
-  void take(size_t position);
+  void send(size_t position);
   void guarded(const std::function<void()>& run);
 
   const Group group_;

@@ -12,10 +12,9 @@
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
-#define BAGUARUN_CLONES [[gnu::target_clones("avx512f", "avx2", "default")]]
-#else
-#define BAGUARUN_CLONES
 #endif
+
+#include "engine/clones.h"
 
 namespace baguarun::engine {
 

@@ -210,7 +210,6 @@ class RingStepper(Stepper):
 
     def _exchange_changes(self) -> None:
         """Begin an exchange with the neighbours, after the one before."""
-        self.finish()
         self._keep_linked(self.steps // self._settings.communication_interval)
         self.bytes_sent += self._exchange.bytes_per_round()
         with self._named():
@@ -245,8 +244,10 @@ class RingStepper(Stepper):
     def _keep_linked(self, exchange: int) -> None:
         every, check_every = self._settings.resync_interval, self._settings.check_interval
         if every > 0 and exchange % every == 0:
+            self.finish()
             self._send_again(list(range(len(self._neighbours))))
         elif check_every > 0 and exchange % check_every == 0:
+            self.finish()
             drifted = self._differing_links()
             if drifted:
                 ranks = ", ".join(str(self._ring[self._neighbours[index]]) for index in drifted)

@@ -148,6 +148,38 @@ def test_copies_equal_what_they_are_copies_of(world_size: int, dtype: torch.dtyp
     run_for_tensors(exchange_large_buffers, world_size, dtype, bits)
 
 
+def exchange_with_and_without_waiting(bits: int) -> None:
+    """Raises unless what comes in on the way of the next exchange makes the same bits as what is waited for."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    extension = load_extension()
+    found = []
+    for waits in (True, False):
+        torch.manual_seed(rank)
+        replicas = []
+        for num_elements in (2 * PIECE + 3 * 2048 + 77, 5):
+            own = torch.zeros(num_elements)
+            copies = [own.clone() for _ in neighbours(rank, world_size)]
+            replicas.append((own.clone(), own, copies))
+        exchange = extension.DifferenceExchange(group, extension.Wire.__members__[WIRES[bits]], replicas)
+        for _ in range(4):
+            for x, _, _ in replicas:
+                x.add_(torch.randn(x.numel()))
+            exchange.start()
+            if waits:
+                exchange.wait()
+        exchange.wait()
+        found.append([tensor for x, own, copies in replicas for tensor in (x, own, *copies)])
+    for waited_for, taken_in_passing in zip(*found, strict=True):
+        assert torch.equal(waited_for, taken_in_passing)
+
+
+@pytest.mark.parametrize(("world_size", "bits"), [(2, 8), (3, 4)])
+def test_what_came_meanwhile_is_taken_in_by_the_next_exchange(world_size: int, bits: int) -> None:
+    run_for_tensors(exchange_with_and_without_waiting, world_size, bits)
+
+
 def ring(model: DistributedDataParallel) -> RingStepper:
     stepper = model._session.stepper
     assert isinstance(stepper, RingStepper)
