@@ -203,14 +203,15 @@ void BaguanetBackend::checkRank(int64_t rank, const char* what) const {
 }
 
 BaguanetBackend::Result BaguanetBackend::submit(const Call& call, const Tensors& inputs,
-                                                const Tensors& outputs, Collective::Body body) {
+                                                const Tensors& outputs, Collective::Body body,
+                                                std::optional<Collective::AllReduce> allReduce) {
   auto collective = std::make_shared<Collective>(
       [body = std::move(body)](net::Communicator& communicator, Deadline deadline) {
         // Copies of tensors are no business of autograd's.
         const at::AutoDispatchBelowADInplaceOrView guard;
         body(communicator, deadline);
       },
-      timeoutOf(call.timeout));
+      timeoutOf(call.timeout), allReduce);
   const Label label{.operation = call.name, .number = ++number_};
   auto work = c10::make_intrusive<Work>(
       rank_, call.type, Work::Parts{driver_, collective, nullptr, label, outputs, milliseconds::zero()},

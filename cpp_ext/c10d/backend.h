@@ -121,7 +121,8 @@ class BaguanetBackend final : public ::c10d::Backend {
   void join(const net::BlobExchange& exchange, std::chrono::milliseconds timeout, bool beats);
   std::chrono::milliseconds timeoutOf(std::chrono::milliseconds asked) const;
   void checkRank(int64_t rank, const char* what) const;
-  Result submit(const Call& call, const Tensors& inputs, const Tensors& outputs, Collective::Body body);
+  Result submit(const Call& call, const Tensors& inputs, const Tensors& outputs, Collective::Body body,
+                std::optional<Collective::AllReduce> allReduce = std::nullopt);
   Result post(const Call& call, const Tensors& tensors, int peer, Transfer::Start start,
               std::function<void()> atEnd);
   Result receive(Tensors& tensors, int from, int tag, ::c10d::OpType type);

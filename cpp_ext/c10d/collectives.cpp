@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "c10d/backend.h"
@@ -50,6 +51,17 @@ void reduceInPlace(Communicator& communicator, const at::Tensor& tensor, const R
   reduction.scale(buffer.plain());
   communicator.allReduce(buffer.data(), reduction.count(tensor), reduction.dtype, reduction.op, deadline);
   buffer.write();
+}
+
+// What reduceInPlace() hands to the communicator, if that is the tensor itself.
+std::optional<Collective::AllReduce> asItLies(const at::Tensor& tensor, const Reduction& reduction) {
+  if (!isPlain(tensor) || reduction.isScaled()) {
+    return std::nullopt;
+  }
+  return Collective::AllReduce{.data = tensor.const_data_ptr(),
+                               .count = reduction.count(tensor),
+                               .dtype = reduction.dtype,
+                               .op = reduction.op};
 }
 
 void gatherWhole(Communicator& communicator, const at::Tensor& whole, const at::Tensor& part,
@@ -108,11 +120,13 @@ Result BaguanetBackend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptio
 Result BaguanetBackend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   TORCH_CHECK_VALUE(!opts.sparseIndices, "baguanet: sparse tensors are not supported");
   const at::Tensor tensor = onlyOne(tensors);
+  const Reduction reduction(opts.reduceOp, tensor);
   return submit(
       {OpType::ALLREDUCE, "all_reduce", "baguanet:all_reduce", opts.timeout, opts.asyncOp}, tensors, tensors,
-      [=, reduction = Reduction(opts.reduceOp, tensor)](Communicator& communicator, Deadline deadline) {
+      [=](Communicator& communicator, Deadline deadline) {
         reduceInPlace(communicator, tensor, reduction, deadline);
-      });
+      },
+      asItLies(tensor, reduction));
 }
 
 Result BaguanetBackend::allreduce_sparse(Tensors& /*tensors*/, const ::c10d::AllreduceOptions& /*opts*/) {

@@ -56,7 +56,13 @@ Driver::Driver(std::unique_ptr<net::Communicator> communicator, std::string grou
     : pid_(getpid()),
       group_(std::move(group)),
       beatInterval_(communicator->beatInterval()),
-      communicator_(std::move(communicator)) {}
+      communicator_(std::move(communicator)) {
+  // Whatever is in front of the queue runs next.
+  communicator_->lookAheadBy([this] {
+    const Lock lock(mutex_);
+    return queue_.empty() ? std::nullopt : queue_.front()->allReduce_;
+  });
+}
 
 Driver::~Driver() = default;
 

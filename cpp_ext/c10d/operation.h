@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "net/communicator.h"
@@ -56,8 +57,11 @@ class Operation {
 class Collective final : public Operation {
  public:
   using Body = std::function<void(net::Communicator&, Clock::time_point deadline)>;
+  using AllReduce = net::Communicator::NextAllReduce;
 
-  Collective(Body body, Clock::duration timeout) : body_(std::move(body)), timeout_(timeout) {}
+  // `allReduce`: what `body` does, where that is all that it does and how is known before.
+  Collective(Body body, Clock::duration timeout, std::optional<AllReduce> allReduce = std::nullopt)
+      : body_(std::move(body)), timeout_(timeout), allReduce_(allReduce) {}
 
  private:
   friend class Driver;
@@ -65,6 +69,7 @@ class Collective final : public Operation {
 
   Body body_;
   const Clock::duration timeout_;
+  const std::optional<AllReduce> allReduce_;
 };
 
 class Transfer final : public Operation {

@@ -38,6 +38,8 @@ class Reduction {
     return static_cast<size_t>(tensor.numel()) * (tensor.is_complex() ? 2 : 1);
   }
 
+  bool isScaled() const { return factor_.defined(); }
+
   // Multiplies as PREMUL_SUM wants it; other reductions leave the tensor as it is.
   void scale(at::Tensor& tensor) const {
     if (factor_.defined()) {

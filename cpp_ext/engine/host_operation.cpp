@@ -65,31 +65,32 @@ class WholeReduce final : public HostOperation {
 };
 
 // The all-reduce of baguanet, on the thread that reduces: the group's own thread would be one more to wake.
-// In shared memory nothing is copied.
+// In shared memory nothing is copied. If `queued`, the group's queue has it as soon as the bucket is full:
+// between hosts the group sends on ahead what it finds there.
 class DirectReduce final : public HostOperation {
  public:
-  DirectReduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType operation,
+  DirectReduce(const Group& group, const at::Tensor& tensor, bool queued, c10d::ReduceOp::RedOpType operation,
                double divisor)
       : group_(group), tensors_{tensor}, divisor_(divisor) {
     options_.reduceOp = operation;
-    options_.asyncOp = false;
+    options_.asyncOp = queued;
   }
 
-  void begin(uint32_t /*round*/) override {}
+  void begin(uint32_t /*round*/) override {
+    if (options_.asyncOp) {
+      start();
+    }
+  }
 
   bool beginsAtOnce() const override { return true; }
 
   void reduce() override {
     {
-      const std::scoped_lock lock(mutex_);
-      if (aborted_) {
-        throw CommunicationFailure("aborted");
-      }
-      running_ = true;
-    }
-    {
       const WireSpan span("all-reduce");
-      group_->allreduce(tensors_, options_)->wait();
+      if (!options_.asyncOp) {
+        start();
+      }
+      work_->wait();
     }
     const std::scoped_lock lock(mutex_);
     running_ = false;
@@ -113,19 +114,31 @@ class DirectReduce final : public HostOperation {
   uint64_t bytesPerRound() const override { return bytesOf(group_, tensors_[0]); }
 
  private:
+  void start() {
+    {
+      const std::scoped_lock lock(mutex_);
+      if (aborted_) {
+        throw CommunicationFailure("aborted");
+      }
+      running_ = true;
+    }
+    work_ = group_->allreduce(tensors_, options_);
+  }
+
   const Group group_;
   std::vector<at::Tensor> tensors_;
   const double divisor_;
   c10d::AllreduceOptions options_;
+  Work work_;
   std::mutex mutex_;
   bool running_ = false;
   bool aborted_ = false;
 };
 
-std::unique_ptr<HostOperation> makeAllReduce(const Group& group, const at::Tensor& tensor,
+std::unique_ptr<HostOperation> makeAllReduce(const Group& group, const at::Tensor& tensor, bool queued,
                                              c10d::ReduceOp::RedOpType operation, double divisor) {
   if (isBaguanet(group)) {
-    return std::make_unique<DirectReduce>(group, tensor, operation, divisor);
+    return std::make_unique<DirectReduce>(group, tensor, queued, operation, divisor);
   }
   return std::make_unique<WholeReduce>(group, tensor, operation, divisor);
 }
@@ -148,7 +161,8 @@ std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor&
   return makeExchange(group, vectors, everybody(group), Buffers());
 }
 
-std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& bucket, const Buffers& buffers) {
+std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& bucket, const Buffers& buffers,
+                                           bool queued) {
   // The second exchange has the tags of a bucket that is not there.
   constexpr size_t kSecond = kMaxBuckets / 2;
   if (bucket.index >= kSecond) {
@@ -161,7 +175,7 @@ std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& buc
   Bucket whole = bucket;
   whole.operation.kind = OperationKind::kScatterReduceGather;
   whole.operation.wire = plainWire(codecType(bucket.flat.scalar_type()));
-  LowRankExchange::Exchanges exchanges{makeHostOperation(group, whole, buffers),
+  LowRankExchange::Exchanges exchanges{makeHostOperation(group, whole, buffers, queued),
                                        makeVectors(group, first, bucket.index), nullptr};
   if (second.numel() > 0) {
     exchanges.second = makeVectors(group, second, kSecond + bucket.index);
@@ -172,7 +186,7 @@ std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& buc
 }  // namespace
 
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
-                                                 const Buffers& buffers) {
+                                                 const Buffers& buffers, bool queued) {
   if (bucket.index >= kMaxBuckets) {
     throw UsageFailure("the plan has more than " + std::to_string(kMaxBuckets) +
                        " buckets; want a larger bucket_cap_mb");
@@ -181,24 +195,24 @@ std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucke
     case OperationKind::kScatterReduceGather:
       if (isWhole(group, bucket)) {
         const auto kind = bucket.operation.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-        return makeAllReduce(group, bucket.flat, kind, 1.0);
+        return makeAllReduce(group, bucket.flat, queued, kind, 1.0);
       }
       if (bucket.operation.rails) {
         return std::make_unique<RailExchange>(group, bucket, buffers);
       }
       return makeExchange(group, bucket, everybody(group), buffers);
     case OperationKind::kPowerSgd:
-      return makeLowRank(group, bucket, buffers);
+      return makeLowRank(group, bucket, buffers, queued);
     case OperationKind::kAllReduce: {
       const double divisor = bucket.operation.average ? group->getSize() : 1.0;
-      return makeAllReduce(group, bucket.flat, c10d::ReduceOp::SUM, divisor);
+      return makeAllReduce(group, bucket.flat, queued, c10d::ReduceOp::SUM, divisor);
     }
   }
   throw std::logic_error("unknown kind of operation");
 }
 
 std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags) {
-  return makeAllReduce(group, flags, c10d::ReduceOp::MAX, 1.0);
+  return makeAllReduce(group, flags, false, c10d::ReduceOp::MAX, 1.0);
 }
 
 }  // namespace baguarun::engine

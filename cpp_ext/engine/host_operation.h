@@ -37,9 +37,11 @@ class HostOperation {
   virtual uint64_t bytesPerRound() const = 0;
 };
 
-// `buffers` are those of one schedule; every operation of it is made before the first one begins.
+// `buffers` are those of one schedule; every operation of it is made before the first one begins. `queued`,
+// the same for all of them and on all ranks: the group's own collectives start where the operation begins,
+// not in its reduce().
 std::unique_ptr<HostOperation> makeHostOperation(const Group& group, const Bucket& bucket,
-                                                 const Buffers& buffers);
+                                                 const Buffers& buffers, bool queued);
 
 // MAX all-reduce of `flags` in place.
 std::unique_ptr<HostOperation> makeHostFlags(const Group& group, const at::Tensor& flags);

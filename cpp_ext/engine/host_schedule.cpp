@@ -110,6 +110,8 @@ class HostSchedule final : public Schedule {
  public:
   HostSchedule(const Group& group, const std::vector<Bucket>& buckets) : group_(group), round_(0) {
     const Buffers buffers;
+    // What no rank shares memory for waits long for others, and the group may begin it while it does.
+    const bool queued = std::ranges::none_of(buckets, &Bucket::shared);
     size_t numPieces = 0;
     for (const Bucket& bucket : buckets) {
       firstTask_.push_back(tasks_.size());
@@ -117,7 +119,7 @@ class HostSchedule final : public Schedule {
       for (Bucket& piece : cutIntoPieces(bucket, static_cast<size_t>(group->getSize()))) {
         // By which its messages are told from others'.
         piece.index = numPieces++;
-        tasks_.push_back({.operation = makeHostOperation(group, piece, buffers),
+        tasks_.push_back({.operation = makeHostOperation(group, piece, buffers, queued),
                           .bucket = labels_.size(),
                           .isLast = false});
         sentBytes += tasks_.back().operation->bytesPerRound();

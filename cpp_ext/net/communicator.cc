@@ -1,6 +1,7 @@
 #include "net/communicator.h"
 
 #include <cstring>
+#include <utility>
 
 #include "net/communicator_state.h"
 #include "net/shm_steps.h"
@@ -113,6 +114,10 @@ void Communicator::barrier(Clock::time_point deadline) {
   implementation_->collective(
       {.kind = CallKind::kBarrier}, deadline, [](ShmGroup& group) { group.barrier(); },
       [](Levels& levels, const Call& call) { levels.barrier(call); }, [] {});
+}
+
+void Communicator::lookAheadBy(std::function<std::optional<NextAllReduce>()> find) {
+  implementation_->lookAheadBy(std::move(find));
 }
 
 std::shared_ptr<Communicator::Message> Communicator::isend(const void* data, size_t bytes, int to,

@@ -67,6 +67,14 @@ class Communicator {
     std::function<void()> check = {};
   };
 
+  // An all-reduce that this rank calls after the one that it is in; its data are as they will be then.
+  struct NextAllReduce {
+    const void* data;
+    size_t count;
+    Dtype dtype;
+    ReduceOp op;
+  };
+
   // A message under way. Shared by who asked for it and the communicator.
   class Message {
    public:
@@ -96,6 +104,11 @@ class Communicator {
   void allToAllV(const void* in, std::span<const size_t> sendBytes, void* out,
                  std::span<const size_t> recvBytes, Clock::time_point deadline);
   void barrier(Clock::time_point deadline);
+
+  // For who queues calls: `find` is asked by allReduce() while that waits for others with all of its own data
+  // sent. What it has found is the next call. Between hosts of one rank its first data set out meanwhile, so
+  // that lines do not run empty from call to call. Threads: before the first call.
+  void lookAheadBy(std::function<std::optional<NextAllReduce>()> find);
 
   // Messages. `data` must stay until isDone(). A message whose size is not `bytes` breaks the communicator
   // with Fault::kUsage naming both sizes. To itself a rank may send, too.

@@ -243,6 +243,23 @@ std::byte* Communicator::Implementation::scratch(size_t bytes) {
   return scratch_.data();
 }
 
+// Only where it goes straight over links: else ranks of this host share it out first.
+std::optional<WireContext::Ahead> Communicator::Implementation::nextAllReduce() {
+  if (!findNext_ || met_.shm != nullptr) {
+    return std::nullopt;
+  }
+  const auto next = findNext_();
+  if (!next) {
+    return std::nullopt;
+  }
+  const Call call{.sequence = numCalls_ + 1,
+                  .count = next->count,
+                  .kind = CallKind::kAllReduce,
+                  .dtype = next->dtype,
+                  .op = next->op};
+  return Ahead{.trail = ownTrail(numCalls_).followedBy(call), .data = next->data};
+}
+
 Carrier* Communicator::Implementation::carrierTo(int rank) {
   if (rank != options_.rank && !isNear(rank)) {
     met_.mesh->want(Mesh::Use::kSending, rank);

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "net/call.h"
@@ -41,6 +43,7 @@ class Communicator::Implementation : private WireContext {
     }
   }
 
+  void lookAheadBy(std::function<std::optional<NextAllReduce>()> find) { findNext_ = std::move(find); }
   std::shared_ptr<Message> post(bool isSend, void* data, size_t bytes, int peer, uint32_t tag);
   bool progress();
   bool hasUnsent() const { return mailbox_->hasUnsent() && !verdict_->isBroken(); }
@@ -73,6 +76,7 @@ class Communicator::Implementation : private WireContext {
   void await(int rank) override;
   CallTrail ownTrail(uint64_t sequence) const override { return met_.control->ownTrail(sequence); }
   std::byte* scratch(size_t bytes) override;
+  std::optional<Ahead> nextAllReduce() override;
 
   void watch();
   void makeCarriers();
@@ -108,6 +112,7 @@ class Communicator::Implementation : private WireContext {
   std::vector<std::byte> scratch_;
   uint64_t numCalls_ = 0;
   Call call_;
+  std::function<std::optional<NextAllReduce>()> findNext_;
   bool hasTold_ = false;
 };
 

@@ -7,12 +7,9 @@
 
 namespace baguarun::net {
 
-WireCall::WireCall(WireContext& context, const std::vector<int>& members, size_t place, const Call& call)
-    : context_(context),
-      members_(members),
-      place_(place),
-      trail_(context.ownTrail(call.sequence)),
-      peers_(members.size()) {}
+WireCall::WireCall(WireContext& context, const std::vector<int>& members, size_t place,
+                   const CallTrail& trail)
+    : context_(context), members_(members), place_(place), trail_(trail), peers_(members.size()) {}
 
 void WireCall::use(size_t member) {
   NET_CHECK(member != place_ && member < members_.size());

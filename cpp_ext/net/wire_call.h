@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,12 @@ namespace baguarun::net {
 // What a collective needs of its communicator.
 class WireContext {
  public:
+  // An all-reduce that is called next.
+  struct Ahead {
+    CallTrail trail;
+    const void* data;
+  };
+
   virtual ~WireContext() = default;
   virtual Mesh& mesh() = 0;
   // Moves whatever is under way, and sleeps where nothing is. `rank` is who is waited for. Throws Error: the
@@ -27,13 +34,17 @@ class WireContext {
   virtual CallTrail ownTrail(uint64_t sequence) const = 0;
   // Memory that stays for the next call, at least `bytes`.
   virtual std::byte* scratch(size_t bytes) = 0;
+  // Nothing where that is not known.
+  virtual std::optional<Ahead> nextAllReduce() = 0;
 };
 
 // Threads: one at a time.
 class WireCall {
  public:
   // Among `members` (ranks), of which this is `members[place]`.
-  WireCall(WireContext& context, const std::vector<int>& members, size_t place, const Call& call);
+  WireCall(WireContext& context, const std::vector<int>& members, size_t place, const CallTrail& trail);
+  WireCall(WireContext& context, const std::vector<int>& members, size_t place, const Call& call)
+      : WireCall(context, members, place, context.ownTrail(call.sequence)) {}
 
   size_t size() const noexcept { return members_.size(); }
   size_t place() const noexcept { return place_; }
@@ -50,6 +61,9 @@ class WireCall {
   // How many messages have been sent or have come, headers aside.
   size_t numSent(size_t to) const noexcept { return peers_[to].numSent; }
   size_t numReceived(size_t from) const noexcept { return peers_[from].numReceived; }
+
+  // Whether all that was queued for it is posted: what another call posts after that comes behind.
+  bool isPosted(size_t to) const noexcept { return peers_[to].postedSends == peers_[to].sends.size(); }
 
   // Return when that many have, when the header has come (its note), when all that was queued is done.
   void waitSent(size_t to, size_t count);

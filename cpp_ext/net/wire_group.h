@@ -1,15 +1,17 @@
 // Collectives among ranks that are joined by links, one or more per host.
 //
 // All-reduce up to 64 KiB: recursive doubling, log2(n) rounds for any number n of ranks. Above: a ring, each
-// rank sending and receiving 2(n-1)/n of the data in segments that are sent on as soon as they are reduced.
-// Reduce-scatter and all-gather are halves of the ring (small all-gathers go straight to everybody),
-// broadcast and reduce are binomial trees and pipelined chains, gather, scatter and all-to-all go straight.
-// Every element's reduction is finished on one rank, or by all in the same order: the same bits everywhere.
+// rank sending and receiving 2(n-1)/n of the data in segments that are sent on as soon as they are reduced;
+// when a rank has nothing left to send it begins with the next one, if that is known. Reduce-scatter and
+// all-gather are halves of the ring (small all-gathers go straight to everybody), broadcast and reduce are
+// binomial trees and pipelined chains, gather, scatter and all-to-all go straight. Every element's reduction
+// is finished on one rank, or by all in the same order: the same bits everywhere.
 //
 // Partial sums travel in the type of the data. So a ring rounds 16-bit floats once per rank; the communicator
 // gives small ones as fp32.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -31,6 +33,9 @@ class WireGroup {
 
   // Among `members` (ranks), of which this is `members[place]`. All operations: roots are places.
   WireGroup(WireContext& context, std::vector<int> members, size_t place);
+  ~WireGroup();
+  WireGroup(const WireGroup&) = delete;
+  WireGroup& operator=(const WireGroup&) = delete;
 
   size_t size() const noexcept { return members_.size(); }
   size_t place() const noexcept { return place_; }
@@ -51,17 +56,21 @@ class WireGroup {
  private:
   // Blocks around the ring; see ring().
   struct Ring {
-    std::byte* data;
+    std::byte* data;    // read only where nothing is received
     size_t blockBytes;  // of each but perhaps the last
     size_t totalBytes;
     size_t shift;        // how far the blocks are turned
     size_t reduceSteps;  // then the blocks are handed on as they are
     size_t steps;
     Reduction reduction;
+    bool looksAhead = false;
   };
   struct Segments;
+  struct Begun;
 
-  void ring(WireCall& call, const Ring& ring);
+  Ring ringOf(void* data, size_t count, Reduction reduction) const;
+  void ring(WireCall& call, const Ring& ring, size_t sent = 0);
+  void beginNext();
   void doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction);
   void combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
                bool otherFirst);
@@ -69,6 +78,8 @@ class WireGroup {
   WireContext& context_;
   const std::vector<int> members_;
   const size_t place_;
+  // The next all-reduce, of which this rank has sent what it can.
+  std::unique_ptr<Begun> begun_;
 };
 
 }  // namespace baguarun::net

@@ -25,8 +25,17 @@ size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * u
 
 }  // namespace
 
+// Its first block is sent, or waits for room.
+struct WireGroup::Begun {
+  WireContext::Ahead ahead;
+  WireCall call;
+  size_t sent;
+};
+
 WireGroup::WireGroup(WireContext& context, std::vector<int> members, size_t place)
     : context_(context), members_(std::move(members)), place_(place) {}
+
+WireGroup::~WireGroup() = default;
 
 // The segments of a ring's blocks. All blocks have as many; the last block's may be short or empty.
 struct WireGroup::Segments {
@@ -56,7 +65,7 @@ struct WireGroup::Segments {
 // In step s, a rank sends the block that it has finished in step s - 1 and receives the one before it in the
 // ring; in the first `reduceSteps` what comes is added to the own block. Segment j of the row of all segments
 // can be sent when segment j - perBlock of the row has come.
-void WireGroup::ring(WireCall& call, const Ring& ring) {
+void WireGroup::ring(WireCall& call, const Ring& ring, size_t sent) {
   const size_t members = call.size();
   const size_t next = (place_ + 1) % members;
   const size_t previous = (place_ + members - 1) % members;
@@ -65,7 +74,6 @@ void WireGroup::ring(WireCall& call, const Ring& ring) {
   const size_t reduced = ring.reduceSteps * segments.perBlock;
   const size_t lastStep = reduced - std::min(reduced, segments.perBlock);
   std::byte* const window = reduced > 0 ? context_.scratch(kWindow * segments.bytes) : nullptr;
-  size_t sent = 0;
   size_t posted = 0;
   size_t done = 0;
   while (sent < total || done < total) {
@@ -79,6 +87,9 @@ void WireGroup::ring(WireCall& call, const Ring& ring) {
       call.receive(previous, posted < reduced ? slot : segment.data(), segment.size());
     }
     call.advance();
+    if (ring.looksAhead && sent == total && call.isPosted(next)) {
+      beginNext();
+    }
     if (done < total && call.numReceived(previous) == done) {
       call.pass(previous);
       continue;
@@ -95,6 +106,27 @@ void WireGroup::ring(WireCall& call, const Ring& ring) {
     }
   }
   call.finish();
+}
+
+// What nobody else is needed for, while others are waited for.
+void WireGroup::beginNext() {
+  if (begun_ == nullptr) {
+    const auto ahead = context_.nextAllReduce();
+    if (!ahead || ahead->trail.call.count * elementBytes(ahead->trail.call.dtype) <= kSmallBytes) {
+      return;
+    }
+    const Call& call = ahead->trail.call;
+    const Ring ring =
+        ringOf(const_cast<void*>(ahead->data), call.count, {.dtype = call.dtype, .op = call.op});
+    const Segments segments(ring, size());
+    begun_ = std::make_unique<Begun>(*ahead, WireCall(context_, members_, place_, ahead->trail),
+                                     segments.perBlock);
+    for (size_t number = 0; number < segments.perBlock; ++number) {
+      const auto segment = segments.sent(place_, number);
+      begun_->call.send((place_ + 1) % size(), segment.data(), segment.size());
+    }
+  }
+  begun_->call.advance();
 }
 
 void WireGroup::combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
@@ -148,22 +180,30 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
 }
 
 void WireGroup::allReduce(const Call& call, void* data, size_t count, Reduction reduction) {
-  WireCall wire(context_, members_, place_, call);
-  const size_t each = elementBytes(reduction.dtype);
-  const size_t bytes = count * each;
-  if (bytes <= kSmallBytes) {
-    doubling(wire, static_cast<std::byte*>(data), count, reduction);
+  if (const auto begun = std::move(begun_)) {
+    NET_CHECK(begun->ahead.trail == context_.ownTrail(call.sequence) && begun->ahead.data == data);
+    ring(begun->call, ringOf(data, count, reduction), begun->sent);
     return;
   }
-  // Blocks meet at cache lines.
-  const size_t block = roundUp((bytes + size() - 1) / size(), 64);
-  ring(wire, {.data = static_cast<std::byte*>(data),
-              .blockBytes = block,
-              .totalBytes = bytes,
-              .shift = 0,
-              .reduceSteps = size() - 1,
-              .steps = 2 * (size() - 1),
-              .reduction = reduction});
+  WireCall wire(context_, members_, place_, call);
+  if (count * elementBytes(reduction.dtype) <= kSmallBytes) {
+    doubling(wire, static_cast<std::byte*>(data), count, reduction);
+  } else {
+    ring(wire, ringOf(data, count, reduction));
+  }
+}
+
+WireGroup::Ring WireGroup::ringOf(void* data, size_t count, Reduction reduction) const {
+  const size_t bytes = count * elementBytes(reduction.dtype);
+  return {.data = static_cast<std::byte*>(data),
+          // Blocks meet at cache lines.
+          .blockBytes = roundUp((bytes + size() - 1) / size(), 64),
+          .totalBytes = bytes,
+          .shift = 0,
+          .reduceSteps = size() - 1,
+          .steps = 2 * (size() - 1),
+          .reduction = reduction,
+          .looksAhead = true};
 }
 
 void WireGroup::reduceScatter(const Call& call, void* in, void* out, size_t count, Reduction reduction) {

@@ -2,6 +2,7 @@
 //
 // Calls give 0, or -(1 + the Fault); baguaError() then gives the calling thread's message.
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -89,6 +90,15 @@ void baguaDestroy(void* it) { delete static_cast<Communicator*>(it); }
 int baguaAllReduce(void* it, double s, void* data, size_t count, int dtype, int op) {
   return guarded(
       [&] { of(it).allReduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), after(s)); });
+}
+// What the next call will be, until it says otherwise; no elements: nobody knows.
+void baguaLookAhead(void* it, const void* data, size_t count, int dtype, int op) {
+  of(it).lookAheadBy([=]() -> std::optional<Communicator::NextAllReduce> {
+    if (count == 0) {
+      return std::nullopt;
+    }
+    return Communicator::NextAllReduce{data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)};
+  });
 }
 int baguaReduce(void* it, double s, void* data, size_t count, int dtype, int op, int root) {
   return guarded([&] {

@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "Create": (_P, [_I, _I, _S, _D, _Z, _S, _I, Exchange]),
     "Destroy": (None, [_P]),
     "AllReduce": (_I, [_P, _D, _P, _Z, _I, _I]),
+    "LookAhead": (None, [_P, _P, _Z, _I, _I]),
     "Reduce": (_I, [_P, _D, _P, _Z, _I, _I, _I]),
     "ReduceScatter": (_I, [_P, _D, _P, _P, _Z, _I, _I]),
     "AllGather": (_I, [_P, _D, _P, _P, _Z]),
@@ -130,6 +131,15 @@ class Member:
     def all_reduce(self, data: np.ndarray, op: str = "sum", dtype: str = "") -> None:
         kind = DTYPES.index(dtype or data.dtype.name)
         self.call("AllReduce", pointer(data), data.size, kind, OPS.index(op))
+
+    def look_ahead(self, data: np.ndarray, op: str = "sum") -> None:
+        """The call after the next one reduces `data`, or nobody knows if that is empty."""
+        self.library.baguaLookAhead(
+            self.handle, pointer(data), data.size, DTYPES.index(data.dtype.name), OPS.index(op)
+        )
+
+    def bytes_sent(self) -> int:
+        return int(self.library.baguaBytesSent(self.handle))
 
     def barrier(self) -> None:
         self.call("Barrier")

@@ -317,6 +317,33 @@ def test_calls_that_do_not_match_are_an_error_on_every_rank(tmp_path: Path, host
         assert any(says in outcome.message for outcome in outcomes), outcomes
 
 
+def reduce_twice(member: Member, second: int) -> None:
+    """The next call is known, and is what it was said to be."""
+    first, following = np.ones(1 << 20, np.float32), np.ones(second, np.float32)
+    member.look_ahead(following)
+    member.all_reduce(first)
+    member.look_ahead(np.zeros(0, np.float32))
+    member.all_reduce(following)
+    member.barrier()
+
+
+def reduce_then_wait(member: Member) -> None:
+    member.all_reduce(np.ones(1 << 20, np.float32))
+    member.barrier()
+
+
+@pytest.mark.parametrize("other", [(reduce_twice, (1 << 19) + 1), (reduce_then_wait,)])
+def test_calls_that_set_out_ahead_and_do_not_match_are_an_error_too(
+    tmp_path: Path, other: Sequence[Any]
+) -> None:
+    with members(tmp_path, 3, list("abc")) as group:
+        for rank in range(3):
+            group.start(rank, *(other if rank == 2 else (reduce_twice, 1 << 19)))
+        outcomes = [group.result(rank) for rank in range(3)]
+    assert [outcome.fault for outcome in outcomes] == ["usage"] * 3, outcomes
+    assert all("rank 2 (" in outcome.message for outcome in outcomes), outcomes
+
+
 def scatter(member: Member, count: int, root: int) -> None:
     blocks, out = np.zeros(count * member.size, np.uint8), np.zeros(count, np.uint8)
     member.call("Scatter", pointer(blocks), pointer(out), count, root)

@@ -149,7 +149,7 @@ def test_copies_equal_what_they_are_copies_of(world_size: int, dtype: torch.dtyp
 
 
 def exchange_with_and_without_waiting(bits: int) -> None:
-    """Raises unless what comes in on the way of the next exchange makes the same bits as what is waited for."""
+    """Raises unless what comes in on the way of the next exchange makes the same bits as if waited for."""
     group = dist.group.WORLD
     assert group is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
