@@ -16,7 +16,7 @@ all of it. The parts are measured, without communication and with SGD; an optimi
 memory takes as much longer.
 
 The cores may need longer than the wire, where ranks outnumber them: what they did in a step, measured, is the
-other limit.
+other limit. Of a run, too, that is so of each of its steps by itself.
 """
 
 from __future__ import annotations
@@ -179,6 +179,14 @@ def limit_s(cost: Cost, cluster: Cluster, alone: Alone) -> float:
     return max(step_s, wire_s)
 
 
+def stages_of(case: str) -> dict[str, float]:
+    """The contestants whose steps a run is made of, and what share of its steps is theirs; of others nothing."""
+    name, at, transport = case.partition("@")
+    stages = _RUNS.get(name.partition("+")[0], ())
+    steps = sum(count for _, count in stages)
+    return {f"{one}{at}{transport}": count / steps for one, count in stages}
+
+
 def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: float = 1.0) -> Cost | None:
     """The cost of a contestant's step; None where this model has no formula.
 
@@ -187,11 +195,7 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
     name, at, transport = case.partition("@")
     base, _, level = name.partition("+")
     if base in _RUNS:
-        steps = sum(count for _, count in _RUNS[base])
-        found = (
-            (count / steps, cost_of(f"{one}{at}{transport}", cluster, gradients))
-            for one, count in _RUNS[base]
-        )
+        found = ((share, cost_of(one, cluster, gradients)) for one, share in stages_of(case).items())
         return _mean(tuple((share, cost) for share, cost in found if cost is not None))
     size_bytes = gradients.size_bytes
     is_ring = transport == "gloo" or (base.startswith("ddp") and transport != "baguanet")

@@ -58,7 +58,8 @@ std::optional<Collective::AllReduce> asItLies(const at::Tensor& tensor, const Re
   if (!isPlain(tensor) || reduction.isScaled()) {
     return std::nullopt;
   }
-  return Collective::AllReduce{.data = tensor.const_data_ptr(),
+  // Of a lazy copy this makes a real one, which is what the call finds.
+  return Collective::AllReduce{.data = tensor.mutable_data_ptr(),
                                .count = reduction.count(tensor),
                                .dtype = reduction.dtype,
                                .op = reduction.op};

@@ -57,11 +57,7 @@ Driver::Driver(std::unique_ptr<net::Communicator> communicator, std::string grou
       group_(std::move(group)),
       beatInterval_(communicator->beatInterval()),
       communicator_(std::move(communicator)) {
-  // Whatever is in front of the queue runs next.
-  communicator_->lookAheadBy([this] {
-    const Lock lock(mutex_);
-    return queue_.empty() ? std::nullopt : queue_.front()->allReduce_;
-  });
+  communicator_->lookAheadBy([this] { return findNext(); });
 }
 
 Driver::~Driver() = default;
@@ -267,6 +263,7 @@ void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
   if (!queue_.empty()) {
     const std::shared_ptr<Collective> next = std::move(queue_.front());
     queue_.pop_front();
+    running_ = next->allReduce_;
     lock.unlock();
     auto error = execute(*next);
     lock.lock();
@@ -341,6 +338,19 @@ std::exception_ptr Driver::execute(Collective& collective) noexcept {
     return std::current_exception();
   }
   return nullptr;
+}
+
+// Whatever is in front of the queue runs next, if what runs is a single call; and its data are final, if that
+// does not write to them.
+std::optional<Collective::AllReduce> Driver::findNext() {
+  const auto isBefore = [](const Collective::AllReduce& left, const Collective::AllReduce& right) {
+    const auto* const end = static_cast<const std::byte*>(left.data) + left.count * elementBytes(left.dtype);
+    return std::less_equal<>()(end, static_cast<const std::byte*>(right.data));
+  };
+  const Lock lock(mutex_);
+  const auto next = queue_.empty() ? std::nullopt : queue_.front()->allReduce_;
+  const bool isApart = running_ && next && (isBefore(*running_, *next) || isBefore(*next, *running_));
+  return isApart ? next : std::nullopt;
 }
 
 bool Driver::moveMessages() noexcept {

@@ -14,6 +14,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -90,6 +91,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void fail(const net::Error& error) noexcept;
   void passOn(const net::Error& error) noexcept;
   std::exception_ptr execute(Collective& collective) noexcept;
+  std::optional<Collective::AllReduce> findNext();
   bool moveMessages() noexcept;
   bool look(Lock& lock);
   void giveOverdueBeat(Lock& lock);
@@ -115,6 +117,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // Below: guarded by the mutex.
   std::shared_ptr<net::Communicator> communicator_;
   std::deque<std::shared_ptr<Collective>> queue_;
+  // What is known of the collective that runs.
+  std::optional<Collective::AllReduce> running_;
   std::vector<std::shared_ptr<Transfer>> transfers_;
   // Groups that this one vouches for.
   std::vector<std::weak_ptr<Driver>> others_;

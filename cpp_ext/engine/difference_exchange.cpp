@@ -22,7 +22,7 @@ constexpr codec::Exec kHost{codec::Device::cpu, nullptr};
 
 constexpr size_t kPieceElements = size_t{128} << 10;
 // A piece is decoded, mixed and encoded in parts, of which all that is read and written stays in a core's
-// second cache meanwhile. Whole blocks of the codecs, so that its bytes do not depend on it.
+// second cache meanwhile. Whole blocks of the codecs, so that it takes as many bytes as in one.
 constexpr size_t kPartElements = size_t{8} << 10;
 static_assert(kPieceElements % kPartElements == 0 && kPartElements % codec::kBlockElems == 0);
 
@@ -163,10 +163,11 @@ DifferenceExchange::DifferenceExchange(Group group, codec::Wire wire, std::vecto
 void DifferenceExchange::start() {
   guarded([this] {
     ++round_;
+    // All of the last one first: if a neighbour is lost, weights stay as they are.
+    for (size_t position = 0; running_ && position < pieces_.size(); ++position) {
+      await(position);
+    }
     for (size_t position = 0; position < pieces_.size(); ++position) {
-      if (running_) {
-        await(position);
-      }
       work(position, running_, true);
       receive(position);
       send(position);
@@ -247,7 +248,7 @@ void DifferenceExchange::receive(size_t position) {
   }
 }
 
-// Ends the piece's messages of the last round.
+// Until the piece's messages of the last round have ended.
 void DifferenceExchange::await(size_t position) {
   for (Link& link : links_) {
     engine::await(link.receives[position], "receiving from", link.rank);

@@ -78,6 +78,7 @@ class DirectReduce final : public HostOperation {
 
   void begin(uint32_t /*round*/) override {
     if (options_.asyncOp) {
+      markPosted();
       start();
     }
   }

@@ -181,7 +181,10 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
 
 void WireGroup::allReduce(const Call& call, void* data, size_t count, Reduction reduction) {
   if (const auto begun = std::move(begun_)) {
-    NET_CHECK(begun->ahead.trail == context_.ownTrail(call.sequence) && begun->ahead.data == data);
+    if (begun->ahead.trail != context_.ownTrail(call.sequence) || begun->ahead.data != data) {
+      throw Error(Fault::kUsage, "",
+                  "another call than the one that was said to be next, whose data set out");
+    }
     ring(begun->call, ringOf(data, count, reduction), begun->sent);
     return;
   }

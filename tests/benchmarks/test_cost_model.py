@@ -223,6 +223,22 @@ def test_where_the_cores_are_the_limit_it_is_theirs_that_counts() -> None:
     assert "limit by the cores (the cost model's is 134 ms)" in what
 
 
+def test_where_the_cores_are_the_limit_of_some_steps_of_a_run_it_is_theirs_in_those() -> None:
+    run_cost = cost_of("sparse_run", FLAT, MLP)
+    assert run_cost is not None
+    model_s = limit_s(run_cost, FLAT, Alone(step_s=0.1))
+    sparse = replace(measured("sparse", 0.2, 0.75e6), busy=0.95)
+    # In 27 of 30 steps the cores need 0.19 s, computing alone 0.1, the wire less.
+    reachable_s = model_s + 0.9 * 0.09
+    run = replace(measured("sparse_run", reachable_s / 0.9, run_cost.host_bytes), busy=0.5)
+    rows = [row for row in judged(FLAT, sparse, run) if row.what.startswith("here: sparse_run, limit")]
+    assert [row.value for row in rows] == [pytest.approx(0.9)]
+    assert "in steps of sparse the cores" in rows[0].what and rows[0].reached
+    # Nobody knows, where those steps were not measured by themselves.
+    rows = [row for row in judged(FLAT, run) if row.what.startswith("here: sparse_run, limit")]
+    assert rows[0].value == pytest.approx(0.9 * model_s / reachable_s) and "the cores" not in rows[0].what
+
+
 def test_who_has_no_cost_model_is_said_to_have_none() -> None:
     (row,) = judged(FLAT, measured("new_one", 0.2))
     assert "no cost model" in row.what

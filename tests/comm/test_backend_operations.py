@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,6 +280,83 @@ def many_at_once() -> None:
         assert work.wait() and work.is_completed()
 
 
+def share_no_memory(folder: Path) -> None:
+    """The default group again, of ranks that take themselves to be alone on their hosts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ["NCCL_HOSTID"] = str(rank)
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "world"), size)
+    dist.init_process_group("baguanet", store=store, rank=rank, world_size=size)
+
+
+Started = tuple[dist.Work | None, torch.Tensor, torch.Tensor]
+"""What is waited for, the tensor, and what it is to be then."""
+
+
+def end(started: list[Started]) -> None:
+    for work, _, _ in started:
+        assert work is not None
+        work.wait()
+    # Not one by one: what follows may have been begun.
+    for _, found, wanted in started:
+        same(found, wanted)
+
+
+def a_queue_between_hosts(folder: Path) -> None:
+    """What is next in the queue sets out before its turn, if it is sent as it lies."""
+    share_no_memory(folder)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    started: list[Started] = []
+    for number in range(4):
+        count = 50_001 + 9_000 * number
+        sums = {dtype: total(inputs(count, dtype)) for dtype in (torch.float32, torch.bfloat16, torch.int64)}
+        for dtype, wanted in sums.items():
+            tensor = values(rank, count, dtype)
+            started.append((dist.all_reduce(tensor, async_op=True), tensor, wanted))
+        strided = torch.zeros(count, 2)
+        strided[:, 0] = values(rank, count, torch.float32)
+        started.append((dist.all_reduce(strided[:, 0], async_op=True), strided[:, 0], sums[torch.float32]))
+        scaled = values(rank, count, torch.float32)
+        half = dist._make_nccl_premul_sum(0.5)
+        started.append((dist.all_reduce(scaled, half, async_op=True), scaled, sums[torch.float32] * 0.5))
+        few = values(rank, 7, torch.float32)
+        started.append((dist.all_reduce(few, async_op=True), few, total(inputs(7, torch.float32))))
+        told = values(rank, count, torch.float32)
+        started.append(
+            (dist.broadcast(told, number % size, async_op=True), told, values(number % size, count, told.dtype))
+        )
+    end(started)
+
+
+def a_queue_whose_calls_need_each_other(folder: Path) -> None:
+    """What the one before it writes must not set out before that has ended."""
+    share_no_memory(folder)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = 300_001
+    once = total(inputs(count, torch.float32))
+    for _ in range(5):
+        twice, sliced = (values(rank, count, torch.float32) for _ in range(2))
+        strided = torch.zeros(count, 2)
+        strided[:, 0] = values(rank, count, torch.float32)
+        part = count // 3
+        parts_twice = once.clone()
+        parts_twice[:part] *= size
+        both = torch.stack([once * size, torch.zeros(count)], dim=1)
+        works = [
+            dist.all_reduce(each, async_op=True)
+            for each in (twice, twice, sliced[:part], sliced, strided[:, 0], strided)
+        ]
+        group = dist.group.WORLD
+        assert group is not None
+        # Several calls at one place of the queue.
+        row = [values(rank, count, torch.float32) for _ in range(3)]
+        behind = values(rank, count, torch.float32)
+        works += [group.allreduce_coalesced(row), dist.all_reduce(behind, async_op=True)]
+        wanted = [once * size, once * size, parts_twice, parts_twice, both, both, once, once]
+        found = [twice, twice, sliced, sliced, strided, strided, row[0], behind]
+        end([*zip(works, found, wanted, strict=True), (works[-2], row[1], once), (works[-2], row[2], once)])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
     "check",
@@ -306,6 +385,18 @@ def test_objects_of_different_sizes_travel() -> None:
 
 def test_operations_started_together_all_end_in_any_order_of_waits() -> None:
     run_ranks(many_at_once, 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "check",
+    [a_queue_between_hosts, a_queue_whose_calls_need_each_other],
+    ids=lambda check: check.__name__,
+)
+def test_a_queue_gives_what_its_calls_give_one_by_one(
+    check: Callable[[Path], None], world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(check, world_size, tmp_path)
 
 
 def refusals() -> list[str]:
