@@ -235,6 +235,8 @@ def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Traini
     wrapped, optimizer = contestant.model, contestant.optimizer
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = torch.randn(_BATCH, width, generator=generator)
+    # Not zero, which the last ReLU reaches by dying: then there are no gradients any more.
+    wanted = torch.rand(_BATCH, width, generator=generator)
     ours = wrapped if isinstance(wrapped, baguarun.DistributedDataParallel) else None
     exchanging = None if ours is None else ours._session.stepper
     steps_of_run = STEPS_OF_RUN.get(case.partition("@")[0])
@@ -246,7 +248,7 @@ def make_training(case: str, model_name: str, gloo: dist.ProcessGroup) -> Traini
             contestant.begin_anew()
         taken += 1
         optimizer.zero_grad()
-        wrapped(inputs).square().mean().backward()
+        (wrapped(inputs) - wanted).square().mean().backward()
         optimizer.step()
 
     def finish() -> None:
