@@ -159,8 +159,8 @@ def judge(
 def _cores_in_stages(
     case: str, cluster: Cluster, gradients: Gradients, found: Mapping[str, Measured]
 ) -> dict[str, float]:
-    """By how many seconds, of a mean step of a run, the cores need longer than the cost model says, by stage: as
-    far as those whose steps it takes were measured as well."""
+    """By how many seconds, of a mean step of a run, the cores need longer than the cost model says, by stage,
+    as far as those whose steps it takes were measured as well."""
     alone = found["alone"].alone
     longer = {}
     for stage, share in stages_of(case).items():

@@ -180,7 +180,7 @@ def limit_s(cost: Cost, cluster: Cluster, alone: Alone) -> float:
 
 
 def stages_of(case: str) -> dict[str, float]:
-    """The contestants whose steps a run is made of, and what share of its steps is theirs; of others nothing."""
+    """The contestants whose steps a run is made of, and what share of its steps is theirs; else nothing."""
     name, at, transport = case.partition("@")
     stages = _RUNS.get(name.partition("+")[0], ())
     steps = sum(count for _, count in stages)
@@ -192,7 +192,7 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
 
     `rounds_per_step` is what an algorithm did that chooses by itself how often it exchanges.
     """
-    name, at, transport = case.partition("@")
+    name, _, transport = case.partition("@")
     base, _, level = name.partition("+")
     if base in _RUNS:
         found = ((share, cost_of(one, cluster, gradients)) for one, share in stages_of(case).items())

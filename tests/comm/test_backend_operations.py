@@ -322,9 +322,8 @@ def a_queue_between_hosts(folder: Path) -> None:
         few = values(rank, 7, torch.float32)
         started.append((dist.all_reduce(few, async_op=True), few, total(inputs(7, torch.float32))))
         told = values(rank, count, torch.float32)
-        started.append(
-            (dist.broadcast(told, number % size, async_op=True), told, values(number % size, count, told.dtype))
-        )
+        root = number % size
+        started.append((dist.broadcast(told, root, async_op=True), told, values(root, count, torch.float32)))
     end(started)
 
 
