@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -129,10 +131,10 @@ class AsyncStepper(Stepper):
         self._next_start: int | None = settings.warmup_steps + 1
         self._period: int | None = None
         self._first: _FirstPeriod | None = None
-        self._round_s = 0.0
-        # Since the last round started: steps, and the seconds that they took, waits for rounds left out.
-        self._counted_steps = 0
-        self._counted_s = 0.0
+        # What a round takes, as far as is known.
+        self._round_s: float | None = None
+        # Of the steps since the last round started, waits for rounds left out.
+        self._steps_s: deque[float] = deque(maxlen=settings.max_staleness_steps)
         self._boundary_ended_at = clock()
         finish_at_exit(self, AsyncStepper.pause)
 
@@ -145,8 +147,7 @@ class AsyncStepper(Stepper):
 
     def after_step(self) -> None:
         self.steps += 1
-        self._counted_steps += 1
-        self._counted_s += self._clock() - self._boundary_ended_at
+        self._steps_s.append(self._clock() - self._boundary_ended_at)
         if self.steps <= self._settings.warmup_steps:
             self.shared_steps = self.steps
         self._apply_resumed_change()
@@ -236,16 +237,20 @@ class AsyncStepper(Stepper):
             vote = self._vote(self._wanted_period())
             # The round under way is bound by the period agreed before it: it must end before the next starts.
             self._next_start = self.steps + self._period
-        self._counted_steps, self._counted_s = 0, 0.0
+        self._steps_s.clear()
         self._round = _Round(average=average, steps=self.steps, period_vote=vote, started_at=self._clock())
 
     def _wanted_period(self) -> int:
         return choose_period(
             self._settings.sync_interval_ms / 1000,
-            self._round_s,
-            self._counted_s / max(self._counted_steps, 1),
+            self._round_s or 0.0,
+            self._typical_step_s(),
             self._settings.max_staleness_steps,
         )
+
+    def _typical_step_s(self) -> float:
+        """The median: evaluations and checkpoints between two steps are no training."""
+        return median(self._steps_s) if self._steps_s else 0.0
 
     def _vote(self, period: int) -> PendingReduction:
         """The slowest rank's is taken: the others' rounds last longer because they wait for it."""
@@ -271,10 +276,14 @@ class AsyncStepper(Stepper):
         self._first = None
 
     def _apply(self, running: _Round) -> None:
+        asked_at = self._clock()
         averages = running.average.wait()
         if running.period_vote is not None:
             self._period = round(running.period_vote.wait()[0].item())
-        self._round_s = self._clock() - running.started_at
+        # Nobody trains in an evaluation, but the round goes on: it took something between these two.
+        most_s = self._clock() - running.started_at
+        least_s = (self.steps - running.steps) * self._typical_step_s() + self._clock() - asked_at
+        self._round_s = most_s if self._round_s is None else min(max(self._round_s, least_s), most_s)
         self.shared_steps = running.steps
         self._round = None
         for mine, average, snapshot in zip(

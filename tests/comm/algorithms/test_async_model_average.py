@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from baguarun.comm.algorithms import AsyncModelAverage, resolve
 from baguarun.comm.algorithms.async_model_average import AsyncStepper, choose_period
-from baguarun.comm.algorithms.stepper import StepContext
+from baguarun.comm.algorithms.stepper import PendingReduction, StepContext
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
@@ -126,7 +127,10 @@ class SlowAverage:
         return self._tensors
 
 
-def starts_while_an_average_takes_three_steps() -> list[int]:
+def starts_while_an_average_takes_three_steps(
+    steps: int = 20, stands_still_before: Sequence[int] = ()
+) -> list[int]:
+    """Steps take a second, votes none. Before some of them nobody trains for long, as in an evaluation."""
     parameter = nn.Parameter(torch.zeros(3))
     now = 0.0
     stepper = AsyncStepper(
@@ -140,9 +144,17 @@ def starts_while_an_average_takes_three_steps() -> list[int]:
         started.append(stepper.steps)
         return SlowAverage(tensors, lambda: stepper.steps >= started[-1] + 3)
 
+    def vote(period: int) -> PendingReduction:
+        asked = ask(period)
+        while not asked.is_done():
+            time.sleep(0.001)
+        return asked
+
+    ask = stepper._vote
+    stepper._vote = vote  # type: ignore[method-assign]
     stepper.average = average  # type: ignore[method-assign]
-    for _ in range(20):
-        now += 1.0
+    for step in range(steps):
+        now += 1000.0 if step in stands_still_before else 1.0
         stepper.after_step()
     return started
 
@@ -150,6 +162,13 @@ def starts_while_an_average_takes_three_steps() -> list[int]:
 def test_no_step_waits_for_a_round_that_is_longer_than_the_interval_not_even_for_the_first() -> None:
     # Asked 1, 2 and 4 steps after the first start, answered after 8, which holds for the second one, too.
     assert run_ranks(starts_while_an_average_takes_three_steps, 2) == [[1, 9, 17]] * 2
+
+
+@pytest.mark.parametrize("before", [12, 13, 14, 18])
+def test_what_happens_between_two_steps_changes_nothing(before: int) -> None:
+    # While a round is under way, and while none is.
+    calm = run_ranks(starts_while_an_average_takes_three_steps, 2, 60)
+    assert run_ranks(starts_while_an_average_takes_three_steps, 2, 60, [before]) == calm
 
 
 def test_the_period_covers_the_interval_and_the_round_and_stays_below_the_bound() -> None:
