@@ -16,7 +16,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.algorithm_targets import Measured, judge, judge_latency
+from benchmarks.algorithm_targets import NEARLY_ALONE, Measured, judge, judge_latency
 from benchmarks.cost_model import Cluster, Gradients
 from benchmarks.harness import Report, finish, parser, save
 from benchmarks.ratios import paired_ratio
@@ -95,20 +95,21 @@ def networks(hosts: list[int], rates: list[str], delays_ms: list[float]) -> list
 
 
 def jobs(cases: list[str]) -> list[tuple[str, ...]]:
-    """The contestants who share processes, `ddp` with all of them.
+    """The contestants who share processes, `ddp` with all of them, `alone` with those held against it.
 
     Each keeps a model and its optimizer's state: all forty of them at once take more than this machine has.
     """
     others = [case for case in cases if case != "ddp"]
     count = max(1, math.ceil(len(others) / _CONTESTANTS_PER_JOB))
-    return [("ddp", *others[number::count]) for number in range(count)]
+    shares = [others[number::count] for number in range(count)]
+    return [("ddp", *(["alone"] if set(NEARLY_ALONE) & set(share) else []), *share) for share in shares]
 
 
 def measure(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
-    """What rank 0 measured on one network, and alone, which is no pair of any other's turns."""
+    """What rank 0 measured on one network, and alone, also in jobs that have nothing else in them."""
     rosters = [("alone",), *jobs(list(contest.cases)), ("alone",)]
     return [
-        {**block, "job": number}
+        {**block, "job": number, "by_itself": len(cases) == 1}
         for number, cases in enumerate(rosters)
         for block in run_contest(dataclasses.replace(contest, cases=cases), turns)
     ]
@@ -119,18 +120,21 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
     turns: dict[str, list[dict[str, Any]]] = {}
     for block in blocks:
         turns.setdefault(block["case"], []).append(block)
-    ddp_s = {(block["job"], block["round"]): block["step_s"] for block in turns["ddp"]}
+    ddp_s = _by_turn(turns["ddp"])
+    alone_s = _by_turn(turns["alone"])
+    turns["alone"] = [block for block in turns["alone"] if block["by_itself"]]
     found = {}
     for case, taken in turns.items():
-        step_s = [block["step_s"] for block in taken]
+        step_s = _by_turn(taken)
         if case == "alone":
-            ratio = median(step_s) / median(ddp_s.values())
+            ratio = median(step_s.values()) / median(ddp_s.values())
         else:
-            ratio = paired_ratio(step_s, [ddp_s[block["job"], block["round"]] for block in taken]).median
+            ratio = _ratio(step_s, ddp_s)
         found[case] = Measured(
             case=case,
-            step_s=median(step_s),
+            step_s=median(step_s.values()),
             ratio_to_ddp=ratio,
+            ratio_to_alone=_ratio(step_s, alone_s) if case in NEARLY_ALONE else None,
             sent_bytes=median(block["sent_bytes_per_step"] for block in taken),
             sent_packets=median(block["sent_packets_per_step"] for block in taken),
             rounds_per_step=median(block["rounds_per_step"] for block in taken),
@@ -139,6 +143,16 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
             busy=median(block["busy"] for block in taken),
         )
     return found
+
+
+def _by_turn(blocks: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    """One contestant's step times, by job and round."""
+    return {(block["job"], block["round"]): block["step_s"] for block in blocks}
+
+
+def _ratio(ours: dict[tuple[int, int], float], theirs: dict[tuple[int, int], float]) -> float:
+    """The median of the ratios of turns that are a pair."""
+    return paired_ratio(list(ours.values()), [theirs[turn] for turn in ours]).median
 
 
 def gradients() -> Gradients:

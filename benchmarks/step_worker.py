@@ -78,6 +78,8 @@ STEPS_OF_RUN = {
     "sparse_run": 30,
 }
 """Ten times the warm-up: torch's PowerSGD has two steps at least, `sparse` three densities."""
+_LONGER_ALONE = 3
+"""Turns of `alone`: those held against it are long, and the machine is not the same every second."""
 _STEPS_OF_ROUNDS = 1000
 """Rounds of `async_model_average` start some hundred steps apart."""
 
@@ -338,7 +340,8 @@ def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> l
     for case, found in trainings.items():
         # Turns are whole periods, from the first step on.
         timed(found, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
-        wanted = max(_LEAST_STEPS, min(200, math.ceil(block_s / timed(found, 1))))
+        turn_s = block_s * (_LONGER_ALONE if case == "alone" else 1)
+        wanted = max(_LEAST_STEPS, min(200, math.ceil(turn_s / timed(found, 1))))
         steps[case] = math.ceil(wanted / period(case)) * period(case)
     blocks = []
     for number in range(rounds):

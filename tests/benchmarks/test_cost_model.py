@@ -239,6 +239,13 @@ def test_where_the_cores_are_the_limit_of_some_steps_of_a_run_it_is_theirs_in_th
     assert rows[0].value == pytest.approx(0.9 * model_s / reachable_s) and "the cores" not in rows[0].what
 
 
+def test_who_hides_all_communication_is_held_against_the_turn_of_training_alone_beside_it() -> None:
+    beside = replace(measured("async_model_average", 0.2, 50.3e6), ratio_to_alone=1.04)
+    assert missed(FLAT, beside) == []
+    (what,) = missed(FLAT, replace(beside, ratio_to_alone=1.06))
+    assert "the speed of training alone" in what
+
+
 def test_who_has_no_cost_model_is_said_to_have_none() -> None:
     (row,) = judged(FLAT, measured("new_one", 0.2))
     assert "no cost model" in row.what
@@ -265,17 +272,31 @@ def test_ours_is_compared_with_the_best_stock_one_on_either_transport() -> None:
     assert "1.20 x the best stock one on Gloo (ddp_powersgd_run)" in by_case["power_sgd_run"]
 
 
-def test_pairs_are_of_one_job_and_alone_is_no_pair() -> None:
+def test_pairs_are_of_one_job_and_parts_of_a_step_of_jobs_with_nothing_else() -> None:
     def block(job: int, case: str, number: int, step_s: float) -> dict[str, Any]:
         sent = {"sent_bytes_per_step": 132.0, "sent_packets_per_step": 1.0, "rounds_per_step": 1.0}
         sent["busy"] = 0.5
         parts = {"until_gradients_s": step_s / 2, "optimizer_s": step_s / 4}
-        return {"job": job, "case": case, "round": number, "step_s": step_s, **sent, **parts}
+        by_itself = job in (0, 3)
+        return {
+            "job": job,
+            "by_itself": by_itself,
+            "case": case,
+            "round": number,
+            "step_s": step_s,
+            **sent,
+            **parts,
+        }
 
     turns = [
         (0, "alone", 0, 0.1),
         *((1, "ddp", 0, 4.0), (1, "bytegrad", 0, 1.0), (1, "bytegrad", 1, 2.0), (1, "ddp", 1, 8.0)),
-        *((2, "ddp", 0, 40.0), (2, "sparse", 0, 4.0)),
+        *(
+            (2, "ddp", 0, 40.0),
+            (2, "sparse", 0, 4.0),
+            (2, "alone", 0, 0.5),
+            (2, "async_model_average", 0, 0.6),
+        ),
         (3, "alone", 0, 0.3),
     ]
     found = medians([block(*turn) for turn in turns])
@@ -284,14 +305,17 @@ def test_pairs_are_of_one_job_and_alone_is_no_pair() -> None:
     assert found["bytegrad"].ratio_to_ddp == 0.25
     assert found["bytegrad"].payload_bytes == 66.0
     assert found["sparse"].ratio_to_ddp == 0.1
+    assert found["async_model_average"].ratio_to_alone == pytest.approx(1.2)
     assert found["ddp"].step_s == 8.0
 
 
-def test_everybody_is_in_one_job_and_ddp_in_all() -> None:
+def test_everybody_is_in_one_job_and_yardsticks_in_all_that_need_them() -> None:
     cases = ["ddp", *_PEERS, *_OURS, *_BY_RAIL]
     found = jobs(cases)
-    assert all(job[0] == "ddp" and len(job) <= 15 for job in found)
-    assert sorted(case for job in found for case in job[1:]) == sorted(cases[1:])
+    assert all(job[0] == "ddp" and len(job) <= 16 for job in found)
+    assert sorted(case for job in found for case in job[1:] if case != "alone") == sorted(cases[1:])
+    for nearly_alone in ("async_model_average", "diloco_overlapped"):
+        assert all("alone" in job for job in found if nearly_alone in job)
     assert jobs(["ddp"]) == [("ddp",)]
 
 
