@@ -113,14 +113,14 @@ void Backlog::setLimit(int fd, uint32_t limit) {
   }
 }
 
-std::chrono::microseconds shortestTrip(int fd) noexcept {
+Way wayOf(int fd) noexcept {
   tcp_info info{};
   socklen_t size = sizeof(info);
-  // The kernel's word for none is the largest number.
+  // The kernel's word for no trip is the largest number.
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_min_rtt == UINT32_MAX) {
     return {};
   }
-  return microseconds(info.tcpi_min_rtt);
+  return {.shortestTrip = microseconds(info.tcpi_min_rtt), .bytesPerSecond = info.tcpi_delivery_rate};
 }
 
 }  // namespace baguarun::net

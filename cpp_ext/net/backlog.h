@@ -48,7 +48,11 @@ class Backlog {
   Clock::time_point lastChange_{};
 };
 
-// The shortest round trip on `fd` of the last minutes, by the kernel's count; 0 where it does not know.
-std::chrono::microseconds shortestTrip(int fd) noexcept;
+// By the kernel's count, 0 where it does not know.
+struct Way {
+  std::chrono::microseconds shortestTrip{0};  // of the last minutes
+  uint64_t bytesPerSecond = 0;                // delivered, when last there was enough to send
+};
+Way wayOf(int fd) noexcept;
 
 }  // namespace baguarun::net

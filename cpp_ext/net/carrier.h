@@ -48,8 +48,8 @@ class Carrier {
   virtual ~Carrier() = default;
   // Largest payload of a kData packet.
   virtual size_t dataBytes() const = 0;
-  // Whether an answer takes so long that a question should be spared.
-  virtual bool isLong() { return false; }
+  // How much goes by while a question is answered; 0: that takes no time worth mentioning.
+  virtual uint64_t bytesPerAnswer() { return 0; }
   // Sends a packet; `payload` of kData must stay until it is flushed. False: no room now, call again.
   virtual bool send(const Packet& packet, const std::byte* payload) = 0;
   // Packets sent, and how many of the first of them are flushed.

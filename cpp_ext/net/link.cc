@@ -58,8 +58,12 @@ void Link::shutdownStreams() noexcept {
   }
 }
 
-std::chrono::microseconds Link::shortestTrip() const noexcept {
-  return net::shortestTrip(streams_.front().fd.get());
+Way Link::way() const noexcept {
+  Way found = wayOf(streams_.front().fd.get());
+  for (size_t index = 1; index < streamCount_.used(); ++index) {
+    found.bytesPerSecond += wayOf(streams_[index].fd.get()).bytesPerSecond;
+  }
+  return found;
 }
 
 bool Link::peerHasClosed() const noexcept {

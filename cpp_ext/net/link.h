@@ -116,8 +116,8 @@ class Link {
   // Another name for the peer in errors from now on.
   void namePeer(std::string name) { settings_.peer = std::move(name); }
   size_t numStreams() const noexcept { return streams_.size(); }
-  // Of the round trips of the last minutes; 0 where the kernel does not know.
-  std::chrono::microseconds shortestTrip() const noexcept;
+  // To the peer, over the streams in use.
+  Way way() const noexcept;
   uint32_t chunkBytes() const noexcept { return settings_.chunkBytes; }
 
  private:

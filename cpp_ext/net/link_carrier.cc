@@ -15,12 +15,22 @@ constexpr size_t kMaxPayloads = 2;
 
 // A question costs one, and a thread may wait for its turn that long anyway.
 constexpr std::chrono::milliseconds kLongTrip{1};
+// An answer has to pass what lies in front of it in the other direction, too.
+constexpr double kTripsPerAnswer = 1.5;
 
 }  // namespace
 
-bool LinkCarrier::isLong() {
+uint64_t LinkCarrier::bytesPerAnswer() {
   const Link* const link = mesh_.find(Mesh::Use::kSending, rank_);
-  return link != nullptr && link->shortestTrip() >= kLongTrip;
+  if (link == nullptr) {
+    return 0;
+  }
+  const Way way = link->way();
+  if (way.shortestTrip < kLongTrip) {
+    return 0;
+  }
+  const std::chrono::duration<double> until = kTripsPerAnswer * way.shortestTrip;
+  return static_cast<uint64_t>(static_cast<double>(way.bytesPerSecond) * until.count());
 }
 
 bool LinkCarrier::send(const Packet& packet, const std::byte* payload) {

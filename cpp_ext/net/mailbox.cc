@@ -172,12 +172,12 @@ void Mailbox::beginSend(const Handle& operation) {
 // Not past a message of the same tag that asks, whose room would be taken for this one's.
 bool Mailbox::mayPush(const Operation& send) const {
   const Lane& lane = lanes_[static_cast<size_t>(send.peer)];
-  if (send.bytes <= kEagerBytes || lane.pushedBytes + send.bytes > kMaxPushedBytes ||
-      lane.offers.contains(send.tag) || firstAsking(send.peer, send.tag, std::nullopt) != nullptr) {
+  const uint64_t pushedBytes = lane.pushedBytes + send.bytes;
+  if (send.bytes <= kEagerBytes || pushedBytes > kMaxPushedBytes || lane.offers.contains(send.tag) || firstAsking(send.peer, send.tag, std::nullopt) != nullptr) {
     return false;
   }
   Carrier* const carrier = hooks_.carrierTo(send.peer);
-  return carrier != nullptr && carrier->isLong();
+  return carrier != nullptr && pushedBytes <= carrier->bytesPerAnswer();
 }
 
 void Mailbox::push(const Handle& send) {

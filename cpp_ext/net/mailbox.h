@@ -9,9 +9,10 @@
 // it would keep the other side from sending meanwhile.
 //
 // Where an answer takes long, a large message is pushed: it goes without having asked, as long as the
-// receiver has no more than kMaxPushedBytes of this sender's for which it has not said that they have got a
-// room. Most find theirs, since both sides begin at about the same time; the others are kept until somebody
-// wants them. Rooms that were offered for a tag are not used while one of its messages was pushed and no word
+// receiver has no more of this sender's, for which it has not said that they have got a room, than goes by
+// until it can have said so, and no more than kMaxPushedBytes. More would only be in the way of what somebody
+// wants there already. Most find their room, since both sides begin at about the same time; the others are
+// kept until somebody wants them. Rooms that were offered for a tag are not used while one of its messages was pushed and no word
 // of it has come: that message may have got the room.
 #pragma once
 

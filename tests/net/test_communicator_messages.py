@@ -24,15 +24,15 @@ layouts = pytest.mark.parametrize("hosts", LAYOUTS, ids="-".join)
 
 
 @pytest.fixture(autouse=True, params=["near", pytest.param("far", marks=pytest.mark.root)])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """What ranks of different hosts are joined by."""
     if request.param == "near":
-        yield
+        yield request.param
         return
     with Lab(hosts=1, delay_ms=1) as lab:
         lab.delay_within_host(lab.hosts[0])
         with entered(lab.hosts[0].namespace):
-            yield
+            yield request.param
 
 
 def letter(sender: int, tag: int, count: int) -> np.ndarray:
@@ -193,6 +193,39 @@ def leave_when_sent(member: Member, count: int) -> bool:
 def test_who_leaves_after_a_large_send_is_not_missed(tmp_path: Path, hosts: Sequence[str]) -> None:
     with members(tmp_path, len(hosts), hosts) as group:
         assert all(group.run(leave_when_sent, 3_000_000))
+
+
+def end_of_a_message_and_return_of_its_sender(member: Member, is_rate_known: bool) -> float:
+    """When rank 1, which wants it late, has a message; when rank 0, which went away before that, is back."""
+    earlier = [letter(0, 9, 2_000_000)] * (8 if is_rate_known else 0)
+    if member.rank == 0:
+        for data in earlier:
+            member.wait(member.send(data, 1, 9))
+        member.barrier()
+        message = member.send(letter(0, 3, 300_000), 1, 3)
+        drive(member, 0.2)
+        time.sleep(1.0)
+        returned_at = time.monotonic()
+        member.wait(message)
+        return returned_at
+    for data in earlier:
+        member.wait(member.recv(np.zeros_like(data), 0, 9))
+    member.barrier()
+    drive(member, 0.5)
+    message = member.recv(np.zeros(300_000, np.uint8), 0, 3)
+    member.wait(message)
+    ended_at = time.monotonic()
+    assert np.array_equal(message.data, letter(0, 3, 300_000))
+    return ended_at
+
+
+@pytest.mark.parametrize("is_rate_known", [True, False])
+def test_what_goes_by_until_there_is_an_answer_sets_out_unasked(
+    tmp_path: Path, way: str, is_rate_known: bool
+) -> None:
+    with members(tmp_path, 2, ["a", "b"]) as group:
+        returned_at, ended_at = group.run(end_of_a_message_and_return_of_its_sender, is_rate_known)
+    assert (ended_at < returned_at) == (way == "far" and is_rate_known)
 
 
 def overtake(member: Member, count: int) -> None:
