@@ -208,8 +208,8 @@ class PendingExchange:
         self._received = list(received)
         sent_bytes = sum(tensor.nbytes for tensor in sent)
         self._flight = timeline.flight("exchange of weights", "wire", sent_bytes)
-        # Receives first: word of their room is not to wait behind what is sent. Tags tell tensors apart, so that
-        # one whose room is known does not wait for word of one before it.
+        # Receives first: word of their room is not to wait behind what is sent. Tags tell tensors apart, so
+        # that one whose room is known does not wait for word of one before it.
         operations = [
             dist.P2POp(dist.irecv, other, group=group, group_peer=from_rank, tag=place)
             for place, other in enumerate(self._received)
