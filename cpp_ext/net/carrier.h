@@ -48,7 +48,8 @@ class Carrier {
   virtual ~Carrier() = default;
   // Largest payload of a kData packet.
   virtual size_t dataBytes() const = 0;
-  // How much goes by while a question is answered; 0: that takes no time worth mentioning.
+  // Whether an answer takes so long that a question should be spared, and how much goes by meanwhile.
+  virtual bool isLong() { return false; }
   virtual uint64_t bytesPerAnswer() { return 0; }
   // Sends a packet; `payload` of kData must stay until it is flushed. False: no room now, call again.
   virtual bool send(const Packet& packet, const std::byte* payload) = 0;

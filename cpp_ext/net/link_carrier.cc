@@ -20,15 +20,14 @@ constexpr double kTripsPerAnswer = 1.5;
 
 }  // namespace
 
+bool LinkCarrier::isLong() {
+  const Link* const link = mesh_.find(Mesh::Use::kSending, rank_);
+  return link != nullptr && link->way().shortestTrip >= kLongTrip;
+}
+
 uint64_t LinkCarrier::bytesPerAnswer() {
   const Link* const link = mesh_.find(Mesh::Use::kSending, rank_);
-  if (link == nullptr) {
-    return 0;
-  }
-  const Way way = link->way();
-  if (way.shortestTrip < kLongTrip) {
-    return 0;
-  }
+  const Way way = link != nullptr ? link->way() : Way{};
   const std::chrono::duration<double> until = kTripsPerAnswer * way.shortestTrip;
   return static_cast<uint64_t>(static_cast<double>(way.bytesPerSecond) * until.count());
 }

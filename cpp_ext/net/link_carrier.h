@@ -15,6 +15,7 @@ class LinkCarrier : public Carrier {
   LinkCarrier(Mesh& mesh, int rank) : mesh_(mesh), rank_(rank) {}
 
   size_t dataBytes() const override { return size_t{1} << 20; }
+  bool isLong() override;
   uint64_t bytesPerAnswer() override;
   bool send(const Packet& packet, const std::byte* payload) override;
   uint64_t numSent() const override { return numSent_; }

@@ -91,6 +91,10 @@ std::shared_ptr<Communicator::Message> Mailbox::post(bool isSend, void* data, si
 
 bool Mailbox::needs(int peer) const { return lanes_[static_cast<size_t>(peer)].numAwaited > 0; }
 
+bool Mailbox::isLargeSend(const Operation& operation) const {
+  return operation.isSend && operation.peer != rank_ && operation.bytes > kEagerBytes;
+}
+
 bool Mailbox::progress() {
   bool moved = false;
   if (hasPosted_.load()) {
@@ -99,6 +103,12 @@ bool Mailbox::progress() {
       const std::lock_guard lock(mutex_);
       posted.swap(posted_);
       hasPosted_.store(false);
+    }
+    // All of them, before the first one may be pushed.
+    for (const Handle& operation : posted) {
+      if (isLargeSend(*operation)) {
+        lanes_[static_cast<size_t>(operation->peer)].largeBytes += operation->bytes;
+      }
     }
     for (const Handle& operation : posted) {
       begin(operation);
@@ -173,11 +183,13 @@ void Mailbox::beginSend(const Handle& operation) {
 bool Mailbox::mayPush(const Operation& send) const {
   const Lane& lane = lanes_[static_cast<size_t>(send.peer)];
   const uint64_t pushedBytes = lane.pushedBytes + send.bytes;
-  if (send.bytes <= kEagerBytes || pushedBytes > kMaxPushedBytes || lane.offers.contains(send.tag) || firstAsking(send.peer, send.tag, std::nullopt) != nullptr) {
+  if (!isLargeSend(send) || pushedBytes > kMaxPushedBytes || lane.offers.contains(send.tag) ||
+      firstAsking(send.peer, send.tag, std::nullopt) != nullptr) {
     return false;
   }
   Carrier* const carrier = hooks_.carrierTo(send.peer);
-  return carrier != nullptr && pushedBytes <= carrier->bytesPerAnswer();
+  return carrier != nullptr && carrier->isLong() &&
+         (lane.largeBytes <= kMaxPushedBytes || pushedBytes <= carrier->bytesPerAnswer());
 }
 
 void Mailbox::push(const Handle& send) {
@@ -414,6 +426,9 @@ void Mailbox::credit(int from, uint64_t bytes) {
 }
 
 void Mailbox::finish(const Handle& operation) {
+  if (isLargeSend(*operation)) {
+    lanes_[static_cast<size_t>(operation->peer)].largeBytes -= operation->bytes;
+  }
   if (operation->peer >= 0) {
     --lanes_[static_cast<size_t>(operation->peer)].numAwaited;
   }

@@ -9,11 +9,12 @@
 // it would keep the other side from sending meanwhile.
 //
 // Where an answer takes long, a large message is pushed: it goes without having asked, as long as the
-// receiver has no more of this sender's, for which it has not said that they have got a room, than goes by
-// until it can have said so, and no more than kMaxPushedBytes. More would only be in the way of what somebody
-// wants there already. Most find their room, since both sides begin at about the same time; the others are
-// kept until somebody wants them. Rooms that were offered for a tag are not used while one of its messages was pushed and no word
-// of it has come: that message may have got the room.
+// receiver has no more than kMaxPushedBytes of this sender's for which it has not said that they have got a
+// room. Most find theirs, since both sides begin at about the same time; the others are kept until somebody
+// wants them. Who has more to send than may be pushed has to wait for an answer anyway, and pushes no more
+// than goes by until then: it would be in the way of what others send, and somebody wants there already.
+// Rooms that were offered for a tag are not used while one of its messages was pushed and no word of it has
+// come: that message may have got the room.
 #pragma once
 
 #include <atomic>
@@ -95,6 +96,7 @@ class Mailbox : private PacketSink {
     uint64_t readBytes = 0;                                   // of its eager messages, not yet credited
     uint64_t pushedBytes = 0;                                 // sent, and no word that they have got a room
     uint64_t keptBytes = 0;                                   // pushed by it, and kept
+    uint64_t largeBytes = 0;                                  // of large sends that have not ended
     std::unordered_map<uint32_t, size_t> pushedTags;          // tags of such messages, and how many
     std::unordered_map<uint32_t, std::deque<Packet>> offers;  // rooms that no message has got, by tag
     size_t numAwaited = 0;
@@ -112,6 +114,7 @@ class Mailbox : private PacketSink {
   void offerAhead(const Handle& receive, const Tag& tag);
   void takeOffer(int from, const Packet& packet);
   Handle firstAsking(int peer, uint32_t tag, std::optional<uint64_t> bytes) const;
+  bool isLargeSend(const Operation& operation) const;
   bool mayPush(const Operation& send) const;
   void push(const Handle& send);
   void endPush(int from, const Packet& packet);
