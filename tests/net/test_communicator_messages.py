@@ -131,6 +131,11 @@ def drive(member: Member, seconds: float) -> None:
         member.progress()
 
 
+def flush(member: Member) -> None:
+    while member.library.baguaHasUnsent(member.handle):
+        member.progress()
+
+
 def want_late(member: Member, count: int, size: int, delays_s: Sequence[float]) -> None:
     """Half of the messages have a tag of their own, the others one for all; some sizes differ by a byte."""
     tags = [7 if number % 2 else 100 + number for number in range(count)]
@@ -184,8 +189,7 @@ def leave_when_sent(member: Member, count: int) -> bool:
         member.wait(message)
         assert np.array_equal(message.data, letter(0, 3, count))
         # The word that the message has got its room is this rank's first one to rank 0.
-        while member.library.baguaHasUnsent(member.handle):
-            member.progress()
+        flush(member)
     return True
 
 
@@ -213,7 +217,7 @@ def end_of_a_message_and_return_of_its_sender(member: Member, num_messages: int)
     member.wait(received[0])
     ended_at = time.monotonic()
     member.wait(*received)
-    drive(member, 0.2)
+    flush(member)
     for message, data in zip(received, messages, strict=True):
         assert np.array_equal(message.data, data)
     return ended_at
