@@ -30,6 +30,10 @@ _SLACK = 2
 ranks' own, steps take a sixth longer meanwhile. Much further apart, replicas learn little of each other."""
 
 
+_TYPICAL_OF = 32
+"""Steps whose median counts as what a step takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AsyncModelAverage(Algorithm):
     """Asynchronous model averaging (Bagua, arXiv 2107.01499, section 3), with bounded staleness.
@@ -133,8 +137,8 @@ class AsyncStepper(Stepper):
         self._first: _FirstPeriod | None = None
         # What a round takes, as far as is known.
         self._round_s: float | None = None
-        # Of the steps since the last round started, waits for rounds left out.
-        self._steps_s: deque[float] = deque(maxlen=settings.max_staleness_steps)
+        # Of the last steps, waits for rounds left out.
+        self._steps_s: deque[float] = deque(maxlen=_TYPICAL_OF)
         self._boundary_ended_at = clock()
         finish_at_exit(self, AsyncStepper.pause)
 
@@ -237,7 +241,6 @@ class AsyncStepper(Stepper):
             vote = self._vote(self._wanted_period())
             # The round under way is bound by the period agreed before it: it must end before the next starts.
             self._next_start = self.steps + self._period
-        self._steps_s.clear()
         self._round = _Round(average=average, steps=self.steps, period_vote=vote, started_at=self._clock())
 
     def _wanted_period(self) -> int:

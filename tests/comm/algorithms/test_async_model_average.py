@@ -128,7 +128,7 @@ class SlowAverage:
 
 
 def starts_while_an_average_takes_three_steps(
-    steps: int = 20, stands_still_before: Sequence[int] = ()
+    steps: int = 20, stands_still_before: Sequence[int] = (), pauses_before: int | None = None
 ) -> list[int]:
     """Steps take a second, votes none. Before some of them nobody trains for long, as in an evaluation."""
     parameter = nn.Parameter(torch.zeros(3))
@@ -142,7 +142,7 @@ def starts_while_an_average_takes_three_steps(
 
     def average(tensors: Sequence[torch.Tensor]) -> SlowAverage:
         started.append(stepper.steps)
-        return SlowAverage(tensors, lambda: stepper.steps >= started[-1] + 3)
+        return SlowAverage(tensors, lambda: stepper.steps >= started[-1] + 3 or stepper._paused)
 
     def vote(period: int) -> PendingReduction:
         asked = ask(period)
@@ -155,6 +155,9 @@ def starts_while_an_average_takes_three_steps(
     stepper.average = average  # type: ignore[method-assign]
     for step in range(steps):
         now += 1000.0 if step in stands_still_before else 1.0
+        if step == pauses_before:
+            stepper.pause()
+            stepper.resume()
         stepper.after_step()
     return started
 
@@ -169,6 +172,18 @@ def test_what_happens_between_two_steps_changes_nothing(before: int) -> None:
     # While a round is under way, and while none is.
     calm = run_ranks(starts_while_an_average_takes_three_steps, 2, 60)
     assert run_ranks(starts_while_an_average_takes_three_steps, 2, 60, [before]) == calm
+
+
+def test_rounds_go_on_as_before_after_a_pause_right_behind_a_start() -> None:
+    steps = 60
+    calm, paused = (
+        run_ranks(starts_while_an_average_takes_three_steps, 2, steps, [17], pauses_before)[0]
+        for pauses_before in (None, 17)
+    )
+    # One more round, with the first step after the pause, and all others as far apart as they were.
+    assert 17 in calm and paused[:4] == [*calm[:3], 18]
+    gaps = [later - earlier for earlier, later in pairwise(paused[3:])]
+    assert gaps == [later - earlier for earlier, later in pairwise(calm[2:])][: len(gaps)]
 
 
 def test_the_period_covers_the_interval_and_the_round_and_stays_below_the_bound() -> None:
