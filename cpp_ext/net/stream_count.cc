@@ -1,6 +1,7 @@
 #include "net/stream_count.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace baguarun::net {
 
@@ -26,12 +27,14 @@ constexpr double kWorthIt = 1.5;
 constexpr milliseconds kSettle{500};
 // All are in use for as long before one is looked at again.
 constexpr seconds kFirstStay{20};
-// From a trial to the next one. A trial in vain costs 0.2 s where several links share a line: streams that
-// were idle have small windows, and a message is not done before its slowest piece is. The second one is
-// soon, as the begin of a training may mislead.
+// From a trial to the next one, of time with something to send. A trial in vain costs 0.2 s where several
+// links share a line: streams that were idle have small windows, and a message is not done before its slowest
+// piece is. The second one is soon, as the begin of a training may mislead.
 constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
 constexpr int kPauseGrowth = 5;
+// Who has not been observed for longer had nothing to send.
+constexpr seconds kLongestGap{1};
 
 }  // namespace
 
@@ -39,6 +42,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
   if (all_ == 1) {
     return false;
   }
+  sending_ += std::min<Clock::duration>(now - std::exchange(lastObserved_, now), kLongestGap);
   const bool isMeasured = observed.measured >= kMeasure;
   const bool isLate = now - since_ > kLongestTrial;
   switch (phase_) {
@@ -52,7 +56,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       if (!isSettled(now)) {
         return true;
       }
-      if (now < nextTrial_ || !isMeasured) {
+      if (sending_ < nextTrial_ || !isMeasured) {
         return false;
       }
       rateOfOne_ = observed.bytesPerSecond;
@@ -64,7 +68,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
         return false;
       }
       pause_ = std::clamp<Clock::duration>(kPauseGrowth * pause_, kFirstPause, kLongestPause);
-      nextTrial_ = now + pause_;
+      nextTrial_ = sending_ + pause_;
       rateOfAll_ = observed.bytesPerSecond;
       return go(isMeasured && rateOfAll_ >= kWorthIt * rateOfOne_ ? Phase::kChangeBack : Phase::kOne, now);
     case Phase::kChangeBack:
@@ -79,7 +83,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       if (!observed.allFull) {
         return false;
       }
-      const bool isLong = now >= nextTrial_ && observed.queueing > kLongQueue;
+      const bool isLong = sending_ >= nextTrial_ && observed.queueing > kLongQueue;
       // Others that keep the queue short would have us wait for a long one for ever.
       const bool isDue =
           now - since_ > std::max<Clock::duration>(stay_, kFirstStay) && observed.queueing > kQueue;

@@ -5,7 +5,8 @@
 // queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
 // back. Where there is a queue, all are tried now and then, ever less often, and used if they move more than
 // one did before and does afterwards: other senders come and go meanwhile. What is under way in a trial is
-// what one had, so that a trial in vain costs nothing.
+// what one had. A trial in vain still costs time, so that pauses between them are of time in which there was
+// something to send: who sends rarely would have most of it in trials otherwise.
 #pragma once
 
 #include <chrono>
@@ -56,7 +57,10 @@ class StreamCount {
   Clock::time_point since_{};
   double rateOfOne_ = 0;
   double rateOfAll_ = 0;
-  Clock::time_point nextTrial_{};
+  // How long there has been something to send, so far and at the next trial.
+  Clock::duration sending_{0};
+  Clock::duration nextTrial_{0};
+  Clock::time_point lastObserved_{};
   // How long trials are apart, and how long all streams are used, at least.
   Clock::duration pause_{0};
   Clock::duration stay_{0};

@@ -194,6 +194,10 @@ class StreamProbe:
             self.now_ms += 20
             self.lines.append(f"{self.now_ms} {queueing_us} {state} {rate} {measured_ms}")
 
+    def rest(self, seconds: float) -> None:
+        """With nothing to send."""
+        self.now_ms += int(1e3 * seconds)
+
     def used(self) -> list[int]:
         done = probe("streams", str(self.of), given="\n".join(self.lines))
         assert done.returncode == 0, done.stderr
@@ -264,6 +268,16 @@ def test_all_streams_are_tried_and_left_where_they_move_the_same_and_ever_less_o
     assert pauses
     assert pauses == sorted(pauses)
     assert pauses[-1] > 1.5 * pauses[0]
+
+
+def test_time_with_nothing_to_send_brings_no_trial() -> None:
+    link = StreamProbe()
+    link.observe(20, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.rest(3600)
+    link.observe(2_000, queueing_us=20_000, rate=1e6, measured_ms=200)
+    assert set(link.used()[20:]) == {1}
+    link.observe(2_000, queueing_us=20_000, rate=1e6, measured_ms=200)
+    assert 4 in link.used()[20:]
 
 
 def test_streams_rest_again_in_front_of_a_full_line() -> None:
