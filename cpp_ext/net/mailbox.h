@@ -113,6 +113,7 @@ class Mailbox : private PacketSink {
   void deliver(const Handle& receive, Arrival& arrival, const std::byte* payload);
   void offerAhead(const Handle& receive, const Tag& tag);
   void takeOffer(int from, const Packet& packet);
+  void takeGrant(int from, const Packet& packet);
   Handle firstAsking(int peer, uint32_t tag, std::optional<uint64_t> bytes) const;
   bool isLargeSend(const Operation& operation) const;
   bool mayPush(const Operation& send) const;
