@@ -158,8 +158,8 @@ void Link::onPhase() {
   switch (streamCount_.phase()) {
     case StreamCount::Phase::kChange: {
       limitOfOne_ = one.backlog.limit();
-      const uint32_t limit = one.backlog.limitOfEach(streams_.size());
-      for (Stream& stream : streams_) {
+      const uint32_t limit = one.backlog.limitOfEach(streamCount_.used());
+      for (Stream& stream : std::span(streams_).first(streamCount_.used())) {
         stream.backlog.setLimit(stream.fd.get(), limit);
       }
       break;

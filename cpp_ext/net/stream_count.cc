@@ -17,19 +17,18 @@ constexpr microseconds kLongQueue{30'000};
 // A queue that is short, there, or long, as often and for so long in a row counts.
 constexpr int kSigns = 8;
 constexpr milliseconds kSignsFor{100};
-// What one stream moves and what all move are measured for so long, the latter after a change of 50 ms.
+// What one stream moves and what those on trial move are measured for so long, the latter after a change.
 constexpr milliseconds kMeasure{200};
 constexpr milliseconds kChange{50};
 // Streams that are not full for so long are too many.
 constexpr milliseconds kLongestTrial{1'000};
-// All have to move as much more than one.
+// Those on trial have to move as much more than one.
 constexpr double kWorthIt = 1.5;
 constexpr milliseconds kSettle{500};
 // All are in use for as long before one is looked at again.
 constexpr seconds kFirstStay{20};
-// From a trial to the next one, of time with something to send. A trial in vain costs 0.2 s where several
-// links share a line: streams that were idle have small windows, and a message is not done before its slowest
-// piece is. The second one is soon, as the begin of a training may mislead.
+// From a trial to the next one, of time with something to send. The second one is soon, as the begin of a
+// training may mislead.
 constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
 constexpr int kPauseGrowth = 5;
@@ -69,15 +68,15 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       }
       pause_ = std::clamp<Clock::duration>(kPauseGrowth * pause_, kFirstPause, kLongestPause);
       nextTrial_ = sending_ + pause_;
-      rateOfAll_ = observed.bytesPerSecond;
-      return go(isMeasured && rateOfAll_ >= kWorthIt * rateOfOne_ ? Phase::kChangeBack : Phase::kOne, now);
+      rateOnTrial_ = observed.bytesPerSecond;
+      return go(isMeasured && rateOnTrial_ >= kWorthIt * rateOfOne_ ? Phase::kChangeBack : Phase::kOne, now);
     case Phase::kChangeBack:
       return now - since_ > kChange && go(Phase::kProof, now);
     case Phase::kProof:
       if (!isMeasured && !isLate) {
         return false;
       }
-      return go(isMeasured && rateOfAll_ >= kWorthIt * observed.bytesPerSecond ? Phase::kAll : Phase::kOne,
+      return go(isMeasured && rateOnTrial_ >= kWorthIt * observed.bytesPerSecond ? Phase::kAll : Phase::kOne,
                 now);
     case Phase::kAll: {
       if (!observed.allFull) {

@@ -3,12 +3,14 @@
 // Several streams help where something holds each of them back: a long way, loss, a limit per connection, the
 // kernel's work on one core. In front of a line that one of them fills they help nobody; they only make the
 // queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
-// back. Where there is a queue, all are tried now and then, ever less often, and used if they move more than
-// one did before and does afterwards: other senders come and go meanwhile. What is under way in a trial is
-// what one had. A trial in vain still costs time, so that pauses between them are of time in which there was
-// something to send: who sends rarely would have most of it in trials otherwise.
+// back. Where there is a queue, more are tried now and then, ever less often, and all are used if they move
+// more than one did before and does afterwards: other senders come and go meanwhile. What is under way in a
+// trial is what one had. The first trial is of all, whose ways may differ; later ones are of two: all that
+// were idle, with small windows, would hold up two exchanges by 0.1 s each. Pauses between trials are of time
+// in which there was something to send: who sends rarely would spend most of it on trials otherwise.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 
@@ -44,10 +46,22 @@ class StreamCount {
   Buffering buffering(Clock::time_point now) const noexcept;
 
   size_t used() const noexcept {
-    return phase_ == Phase::kOne || phase_ == Phase::kChangeBack || phase_ == Phase::kProof ? 1 : all_;
+    switch (phase_) {
+      case Phase::kChange:
+      case Phase::kTrial:
+        return isFirstTrial() ? all_ : std::min<size_t>(all_, 2);
+      case Phase::kAll:
+        return all_;
+      case Phase::kOne:
+      case Phase::kChangeBack:
+      case Phase::kProof:
+        break;
+    }
+    return 1;
   }
 
  private:
+  bool isFirstTrial() const noexcept { return pause_ == Clock::duration::zero(); }
   bool isSettled(Clock::time_point now) const noexcept;
   bool go(Phase phase, Clock::time_point now);
   bool isPersistent(bool isSign, Clock::time_point now);
@@ -56,7 +70,7 @@ class StreamCount {
   Phase phase_ = Phase::kOne;
   Clock::time_point since_{};
   double rateOfOne_ = 0;
-  double rateOfAll_ = 0;
+  double rateOnTrial_ = 0;
   // How long there has been something to send, so far and at the next trial.
   Clock::duration sending_{0};
   Clock::duration nextTrial_{0};
