@@ -160,6 +160,7 @@ class Link {
   bool deal(Stream& stream);
   void onFull(Stream& stream);
   void rebalance();
+  static void setShare(Stream& stream, uint32_t bytes);
   void onPhase();
   void credit(StreamWriter& writer);
 

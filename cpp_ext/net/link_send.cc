@@ -142,14 +142,19 @@ void Link::rebalance() {
     const uint64_t fair =
         stream.wasFull ? largest * stream.recentBytes / most : uint64_t{2} * stream.shareBytes;
     const auto share = static_cast<uint32_t>(std::clamp<uint64_t>(fair, least, largest));
-    if (share != stream.shareBytes) {
-      stream.shareBytes = share;
-      setNotSentLowWater(stream.fd.get(), share);
-    }
+    setShare(stream, share);
     stream.recentBytes = 0;
     stream.wasFull = false;
   }
   recentBytes_ = 0;
+}
+
+// No more than a chunk waits in the kernel behind what is under way.
+void Link::setShare(Stream& stream, uint32_t bytes) {
+  if (bytes != stream.shareBytes) {
+    stream.shareBytes = bytes;
+    setNotSentLowWater(stream.fd.get(), bytes);
+  }
 }
 
 // Streams on trial share what one alone had under way, which it has again afterwards.
@@ -161,6 +166,10 @@ void Link::onPhase() {
       const uint32_t limit = one.backlog.limitOfEach(streamCount_.used());
       for (Stream& stream : std::span(streams_).first(streamCount_.used())) {
         stream.backlog.setLimit(stream.fd.get(), limit);
+        if (&stream != &one) {
+          // It was idle and has a small window: a message would wait for a large chunk there.
+          setShare(stream, std::min(kLeastShareBytes, settings_.chunkBytes));
+        }
       }
       break;
     }
