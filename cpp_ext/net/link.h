@@ -196,7 +196,7 @@ class Link {
   size_t dealOffset_ = 0;
   uint64_t recentBytes_ = 0;  // of all streams
   StreamCount streamCount_;
-  uint32_t limitOfOne_ = 0;  // of the first stream's buffer before all were tried
+  uint32_t limitOfOne_ = 0;  // of the first stream's buffer before others were tried
   size_t firstStream_ = 0;   // where dealing begins
   Clock::time_point lastMoved_;
   Clock::time_point lastChecked_;

@@ -8,13 +8,6 @@
 
 namespace baguarun::net {
 
-namespace {
-
-// Packets taken per call, so that a busy peer does not keep the caller from the others.
-constexpr int kMaxPackets = 16;
-
-}  // namespace
-
 Mailbox::Mailbox(int rank, int size, std::shared_ptr<Verdict> verdict, Hooks hooks)
     : rank_(rank),
       verdict_(std::move(verdict)),

@@ -38,5 +38,7 @@ struct Mailbox::Operation : Communicator::Message {
 
 // Even an empty message costs memory where it is kept.
 inline constexpr uint64_t kKeepingBytes = 64;
+// Packets taken or sent per call, so that a busy peer does not keep the caller from the others.
+inline constexpr int kMaxPackets = 16;
 
 }  // namespace baguarun::net

@@ -6,13 +6,6 @@
 
 namespace baguarun::net {
 
-namespace {
-
-// Packets sent per call, so that a busy peer does not keep the caller from the others.
-constexpr int kMaxPackets = 16;
-
-}  // namespace
-
 void Mailbox::beginSend(const Handle& operation) {
   if (operation->peer == rank_) {
     arrive({.from = rank_, .bytes = operation->bytes, .ownSend = operation}, operation->tag, nullptr);

@@ -27,12 +27,11 @@ constexpr double kWorthIt = 1.5;
 constexpr milliseconds kSettle{500};
 // All are in use for as long before one is looked at again.
 constexpr seconds kFirstStay{20};
-// From a trial to the next one, of time with something to send. The second one is soon, as the begin of a
-// training may mislead.
+// From a trial to the next one. The second one is soon, as the begin of a training may mislead.
 constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
 constexpr int kPauseGrowth = 5;
-// Who has not been observed for longer had nothing to send.
+// As much from one look to the next counts as time with something to send; beyond it is a rest.
 constexpr seconds kLongestGap{1};
 
 }  // namespace
@@ -41,7 +40,12 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
   if (all_ == 1) {
     return false;
   }
-  sending_ += std::min<Clock::duration>(now - std::exchange(lastObserved_, now), kLongestGap);
+  const auto elapsed = now - std::exchange(lastObserved_, now);
+  sending_ += std::min<Clock::duration>(elapsed, kLongestGap);
+  if (elapsed > kLongestGap && since_ != Clock::time_point{}) {
+    // A rest is no part of a phase.
+    since_ += elapsed - kChange;
+  }
   const bool isMeasured = observed.measured >= kMeasure;
   const bool isLate = now - since_ > kLongestTrial;
   switch (phase_) {
@@ -69,15 +73,14 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       pause_ = std::clamp<Clock::duration>(kPauseGrowth * pause_, kFirstPause, kLongestPause);
       nextTrial_ = sending_ + pause_;
       rateOnTrial_ = observed.bytesPerSecond;
-      return go(isMeasured && rateOnTrial_ >= kWorthIt * rateOfOne_ ? Phase::kChangeBack : Phase::kOne, now);
+      return goIf(isMeasured && rateOnTrial_ >= kWorthIt * rateOfOne_, Phase::kChangeBack, now);
     case Phase::kChangeBack:
       return now - since_ > kChange && go(Phase::kProof, now);
     case Phase::kProof:
       if (!isMeasured && !isLate) {
         return false;
       }
-      return go(isMeasured && rateOnTrial_ >= kWorthIt * observed.bytesPerSecond ? Phase::kAll : Phase::kOne,
-                now);
+      return goIf(isMeasured && rateOnTrial_ >= kWorthIt * observed.bytesPerSecond, Phase::kAll, now);
     case Phase::kAll: {
       if (!observed.allFull) {
         return false;
@@ -110,7 +113,14 @@ bool StreamCount::isSettled(Clock::time_point now) const noexcept {
   return since_ == Clock::time_point{} || now - since_ > kSettle;
 }
 
+// On, or back to one stream: those that were tried were not worth it.
+bool StreamCount::goIf(bool isWorthIt, Phase phase, Clock::time_point now) {
+  allHelped_ = allHelped_ && isWorthIt;
+  return go(isWorthIt ? phase : Phase::kOne, now);
+}
+
 bool StreamCount::go(Phase phase, Clock::time_point now) {
+  allHelped_ = allHelped_ || phase == Phase::kAll;
   phase_ = phase;
   since_ = now;
   numSigns_ = 0;

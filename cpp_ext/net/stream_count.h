@@ -5,9 +5,9 @@
 // queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
 // back. Where there is a queue, more are tried now and then, ever less often, and all are used if they move
 // more than one did before and does afterwards: other senders come and go meanwhile. What is under way in a
-// trial is what one had. The first trial is of all, whose ways may differ; later ones are of two: all that
-// were idle, with small windows, would hold up two exchanges by 0.1 s each. Pauses between trials are of time
-// in which there was something to send: who sends rarely would spend most of it on trials otherwise.
+// trial is what one had. The first trial is of all, whose ways may differ, and so is one after all have been
+// in use; others are of two: all that were idle, with small windows, would hold up two exchanges by 0.1 s
+// each. Rests count little in pauses between trials: who sends rarely would spend most of it on trials.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ class StreamCount {
     switch (phase_) {
       case Phase::kChange:
       case Phase::kTrial:
-        return isFirstTrial() ? all_ : std::min<size_t>(all_, 2);
+        return triesAll() ? all_ : std::min<size_t>(all_, 2);
       case Phase::kAll:
         return all_;
       case Phase::kOne:
@@ -61,8 +61,9 @@ class StreamCount {
   }
 
  private:
-  bool isFirstTrial() const noexcept { return pause_ == Clock::duration::zero(); }
+  bool triesAll() const noexcept { return pause_ == Clock::duration::zero() || allHelped_; }
   bool isSettled(Clock::time_point now) const noexcept;
+  bool goIf(bool isWorthIt, Phase phase, Clock::time_point now);
   bool go(Phase phase, Clock::time_point now);
   bool isPersistent(bool isSign, Clock::time_point now);
 
@@ -78,6 +79,7 @@ class StreamCount {
   // How long trials are apart, and how long all streams are used, at least.
   Clock::duration pause_{0};
   Clock::duration stay_{0};
+  bool allHelped_ = false;  // when they were used last; no trial has shown otherwise since
   // How often in a row, and since when, what was observed spoke for a change.
   int numSigns_ = 0;
   Clock::time_point firstSign_{};

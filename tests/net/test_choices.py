@@ -271,6 +271,35 @@ def test_all_streams_are_tried_and_left_where_they_move_the_same_and_ever_less_o
     assert pauses[-1] > 1.5 * pauses[0]
 
 
+def test_all_streams_are_tried_again_where_all_have_helped() -> None:
+    link = StreamProbe()
+    link.observe(20, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.observe(10, queueing_us=300)
+    link.observe(1_100, queueing_us=15_000)
+    link.observe(20_000, queueing_us=15_000, rate=1e6, measured_ms=200)
+    used = link.used()
+    assert used[40] == 4
+    later = [used[k] for k in range(40, len(used)) if used[k] > 1 and used[k - 1] == 1]
+    assert later == [4, 2]
+
+
+def test_a_rest_does_not_end_a_trial() -> None:
+    link = StreamProbe()
+    link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.rest(10)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=100)
+    link.rest(10)
+    link.observe(1, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    link.rest(10)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=100)
+    link.rest(10)
+    link.observe(2, queueing_us=20_000, rate=1e6, measured_ms=200)
+    used = link.used()
+    assert used[:5] == [4] * 5
+    assert used[5:-2] == [1] * 5
+    assert used[-1] == 4
+
+
 def test_time_with_nothing_to_send_brings_no_trial() -> None:
     link = StreamProbe()
     link.observe(20, queueing_us=20_000, rate=1e6, measured_ms=200)
