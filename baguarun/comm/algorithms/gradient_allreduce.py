@@ -27,7 +27,8 @@ class GradientAllReduce(Algorithm):
     """Divide the sum by the number of ranks."""
     hierarchical: Hierarchical = False
     """Sum up inside the node before anything leaves it. float32 on baguanet always does, whatever is asked;
-    types that have no codec (float64), and all that travel as they are on CUDA, are the backend's to reduce."""
+    types that have no codec (float64), and on CUDA all that travel as they are, are the backend's to
+    reduce."""
 
     def __post_init__(self) -> None:
         if self.wire not in _WIRES:
