@@ -286,18 +286,15 @@ def test_all_streams_are_tried_again_where_all_have_helped() -> None:
 def test_a_rest_does_not_end_a_trial() -> None:
     link = StreamProbe()
     link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
     link.rest(10)
-    link.observe(4, queueing_us=20_000, rate=0, measured_ms=100)
-    link.rest(10)
+    link.observe(1, queueing_us=20_000, rate=1.6e6, measured_ms=100)
     link.observe(1, queueing_us=20_000, rate=1.6e6, measured_ms=200)
+    link.observe(4, queueing_us=20_000, rate=0, measured_ms=0)
     link.rest(10)
-    link.observe(4, queueing_us=20_000, rate=0, measured_ms=100)
-    link.rest(10)
-    link.observe(2, queueing_us=20_000, rate=1e6, measured_ms=200)
-    used = link.used()
-    assert used[:5] == [4] * 5
-    assert used[5:-2] == [1] * 5
-    assert used[-1] == 4
+    link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=100)
+    link.observe(1, queueing_us=20_000, rate=1e6, measured_ms=200)
+    assert link.used() == [4] * 6 + [1] * 6 + [4]
 
 
 def test_time_with_nothing_to_send_brings_no_trial() -> None:
