@@ -27,7 +27,7 @@ from baguarun.errors import UsageError
 
 _SLACK = 2
 """Rounds start this many times the length of a round apart: they need cores, too, and where those are the
-ranks' own, steps take a sixth longer meanwhile. Much further apart, replicas learn little of each other."""
+ranks' own, steps take an eighth longer meanwhile. Much further apart, replicas learn little of each other."""
 
 
 _TYPICAL_OF = 32
