@@ -2,6 +2,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings/backend.h"
@@ -53,15 +55,18 @@ codec::Exec execOf(const at::Tensor& tensor) {
   return {codec::Device::cuda, device.getStream(tensor.device()).native_handle()};
 }
 
-at::Tensor emptyChunk(const at::Tensor& values, codec::Format format) {
-  const auto bytes = static_cast<int64_t>(codec::encodedBytes(format, static_cast<size_t>(values.numel())));
-  return at::zeros({bytes}, values.options().dtype(at::kByte));
+// Room for a chunk. Its padding, of less than 16 bytes at the end, is 0: equal chunks have equal bytes.
+at::Tensor emptyChunk(const at::Tensor& like, codec::Format format, size_t numElements) {
+  const auto bytes = static_cast<int64_t>(codec::encodedBytes(format, numElements));
+  at::Tensor chunk = at::empty({bytes}, like.options().dtype(at::kByte));
+  chunk.narrow(0, std::max<int64_t>(bytes - 16, 0), std::min<int64_t>(bytes, 16)).zero_();
+  return chunk;
 }
 
 at::Tensor encode(const at::Tensor& values, codec::Wire wire, uint32_t keep, uint64_t seed) {
   const codec::Format format{wire, keep, seed};
   const at::Tensor plain = values.contiguous();
-  at::Tensor chunk = emptyChunk(plain, format);
+  at::Tensor chunk = emptyChunk(plain, format, static_cast<size_t>(plain.numel()));
   codec::encode(execOf(plain), format, engine::codecType(plain.scalar_type()), plain.const_data_ptr(),
                 static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
   return chunk;
@@ -76,7 +81,7 @@ at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, cod
     throw engine::UsageFailure("residual: want " + std::to_string(plain.numel()) +
                                " contiguous float32 numbers on the device of the values");
   }
-  at::Tensor chunk = emptyChunk(plain, format);
+  at::Tensor chunk = emptyChunk(plain, format, static_cast<size_t>(plain.numel()));
   codec::encodeWithResidual(execOf(plain), format, engine::codecType(plain.scalar_type()),
                             plain.const_data_ptr(), residual.mutable_data_ptr<float>(),
                             static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
@@ -102,8 +107,9 @@ std::vector<const void*> pointersTo(const std::vector<at::Tensor>& chunks) {
 
 at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
                         int64_t numElements, uint32_t keep, uint64_t seed) {
-  at::Tensor result = at::zeros_like(chunks.at(0));
-  codec::reduceEncode(execOf(result), {wire, keep, seed}, pointersTo(chunks).data(), chunks.size(),
+  const codec::Format format{wire, keep, seed};
+  at::Tensor result = emptyChunk(chunks.at(0), format, static_cast<size_t>(numElements));
+  codec::reduceEncode(execOf(result), format, pointersTo(chunks).data(), chunks.size(),
                       static_cast<float>(scale), static_cast<size_t>(numElements), result.mutable_data_ptr());
   return result;
 }

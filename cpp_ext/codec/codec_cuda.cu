@@ -16,7 +16,7 @@ namespace baguarun::codec::cuda {
 namespace {
 
 constexpr size_t kMostSources = 64;      // in one kernel's parameters
-constexpr size_t kMostBlocks = 1 << 20;  // of threads in a launch; each goes on to the next blocks of numbers
+constexpr uint32_t kMostBlocks = 1 << 20;  // of threads in a launch; each goes on to the next blocks of numbers
 
 struct Sources {
   const void* src[kMostSources];
@@ -35,6 +35,10 @@ struct Task {
   size_t numel;
   void* dst;
   float* residual;
+  // By launch(): how many there are, and the first of them that have all their numbers and four of any wire
+  // in one access, all memory above being aligned.
+  uint32_t blocks = 0;
+  uint32_t wholeBlocks = 0;
 };
 
 constexpr bool isPlain(Wire wire) { return wire == Wire::f32 || wire == Wire::f16 || wire == Wire::bf16; }
@@ -42,37 +46,84 @@ BAGUARUN_HOST_DEVICE constexpr bool isSparse(Wire wire) {
   return wire == Wire::topk || wire == Wire::randomk;
 }
 
-// before + src[0] + src[1] + ..., in that order.
+// A thread's part of a block, as it comes in.
 template <Wire wire>
-__device__ void loadSum(const Sources& sources, Place at, float (&total)[kQuad]) {
-  unsigned k = 0;
-  if (sources.before != nullptr) {
-    loadQuad<Wire::f32>(sources.before, at.block * kBlockElems + at.offset, at.valid, total);
-  } else {
-    load<wire>(sources.src[k++], at, total);
-  }
-#pragma unroll 4
-  for (; k < sources.count; ++k) {
-    float x[kQuad];
-    load<wire>(sources.src[k], at, x);
-    for (int i = 0; i < kQuad; ++i) total[i] = __fadd_rn(total[i], x[i]);
+struct PartOf {
+  using Type = Plain<wire>;
+};
+template <>
+struct PartOf<Wire::minmax8> {
+  using Type = Levels<256>;
+};
+template <>
+struct PartOf<Wire::minmax4> {
+  using Type = Levels<16>;
+};
+template <>
+struct PartOf<Wire::sign1> {
+  using Type = Signs;
+};
+
+__device__ inline void add(const Quads& x, Quads& total) {
+  for (int quad = 0; quad < kQuads; ++quad) {
+    for (int i = 0; i < kQuad; ++i) total[quad][i] = __fadd_rn(total[quad][i], x[quad][i]);
   }
 }
 
-template <Wire in, Mode mode>
-__device__ void gather(const Task& task, size_t block, Quads& x) {
-  if constexpr (isSparse(in)) {
-    loadKept<in>(task.sources.src, task.sources.count, task.sources.before, {task.format, task.numel, block},
-                 x);
+template <Wire wire>
+__device__ void loadBlock(const void* chunk, Block block, Quads& x) {
+  typename PartOf<wire>::Type part;
+  part.fetch(chunk, block);
+  part.template widen</*isSummed=*/false>(x);
+}
+
+// The total becomes src[0] + ... + src[count-1], in that order, or if it is not new, what it was is added to.
+// The loads are under way together.
+template <Wire wire, unsigned count, bool isNew>
+__device__ void sumBlocks(const void* const* src, Block block, Quads& total) {
+  typename PartOf<wire>::Type parts[count];
+#pragma unroll
+  for (unsigned k = 0; k < count; ++k) parts[k].fetch(src[k], block);
+  if constexpr (isNew) parts[0].template widen<(count > 1)>(total);
+#pragma unroll
+  for (unsigned k = isNew ? 1 : 0; k < count; ++k) {
+    Quads x;
+    parts[k].template widen</*isSummed=*/true>(x);
+    add(x, total);
+  }
+}
+
+// before + src[0] + src[1] + ..., in that order.
+template <Wire wire>
+__device__ void loadSum(const Sources& sources, Block block, Quads& total) {
+  const unsigned count = sources.count;
+  unsigned k = 0;
+  if (sources.before != nullptr) {
+    loadBlock<Wire::f32>(sources.before, block, total);
+  } else if (block.whole && count >= 4) {
+    sumBlocks<wire, 4, true>(sources.src, block, total);
+    k = 4;
+  } else if (block.whole && count >= 2) {
+    sumBlocks<wire, 2, true>(sources.src, block, total);
+    k = 2;
   } else {
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const Place at = placeOf(task.numel, block, quad);
-      if constexpr (mode == Mode::reduce) {
-        loadSum<in>(task.sources, at, x[quad]);
-      } else {
-        load<in>(task.sources.src[0], at, x[quad]);
-      }
-    }
+    sumBlocks<wire, 1, true>(sources.src, block, total);
+    k = 1;
+  }
+#pragma unroll 1
+  for (; block.whole && k + 4 <= count; k += 4) sumBlocks<wire, 4, false>(sources.src + k, block, total);
+#pragma unroll 1
+  for (; k < count; ++k) sumBlocks<wire, 1, false>(sources.src + k, block, total);
+}
+
+template <Wire in, Mode mode>
+__device__ void gather(const Task& task, Block block, Quads& x) {
+  if constexpr (isSparse(in)) {
+    loadKept<in>(task.sources.src, task.sources.count, task.sources.before, {task.format, block}, x);
+  } else if constexpr (mode == Mode::reduce) {
+    loadSum<in>(task.sources, block, x);
+  } else {
+    loadBlock<in>(task.sources.src[0], block, x);
   }
   if constexpr (mode == Mode::reduce) {
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -81,47 +132,64 @@ __device__ void gather(const Task& task, size_t block, Quads& x) {
   }
 }
 
+// Writes the block whose numbers the threads' x hold, and leaves in x what it decodes to.
 template <Wire out>
-__device__ void emitBlock(const Task& task, size_t block, Quads& x) {
-  if constexpr (out == Wire::topk) {
-    emitTop(x, {task.format, task.numel, block}, task.dst);
+__device__ void emit(const Task& task, Block block, Quads& x) {
+  if constexpr (out == Wire::minmax8) {
+    emitLevels<256>(x, block, task.dst);
+  } else if constexpr (out == Wire::minmax4) {
+    emitLevels<16>(x, block, task.dst);
+  } else if constexpr (out == Wire::sign1) {
+    emitSigns(x, block, task.dst);
+  } else if constexpr (out == Wire::topk) {
+    emitTop(x, {task.format, block}, task.dst);
   } else if constexpr (out == Wire::randomk) {
-    emitRandom(x, {task.format, task.numel, block}, task.dst);
+    emitRandom(x, {task.format, block}, task.dst);
   } else {
-    emit<out>(x, task.numel, block, task.dst);
-  }
-}
-
-// Emits x + residual, and leaves in the residual what the chunk lacks of it.
-template <Wire out>
-__device__ void emitWithResidual(const Task& task, size_t block, Quads& x) {
-  Quads before;
-  Quads wanted;
-  for (int quad = 0; quad < kQuads; ++quad) {
-    const Place at = placeOf(task.numel, block, quad);
-    loadQuad<Wire::f32>(task.residual, block * kBlockElems + at.offset, at.valid, before[quad]);
-    for (int i = 0; i < kQuad; ++i) wanted[quad][i] = x[quad][i] = __fadd_rn(x[quad][i], before[quad][i]);
-  }
-  emitBlock<out>(task, block, x);
-  for (int quad = 0; quad < kQuads; ++quad) {
-    const Place at = placeOf(task.numel, block, quad);
-    for (int i = 0; i < kQuad; ++i) {
-      const float left = __fsub_rn(wanted[quad][i], x[quad][i]);
-      if (isFinite(left)) before[quad][i] = left;
-    }
-    storeQuad<Wire::f32>(task.residual, block * kBlockElems + at.offset, at.valid, before[quad]);
+    emitPlain<out>(x, block, task.dst);
   }
 }
 
 template <Wire in, Wire out, Mode mode>
-__global__ void __launch_bounds__(kThreads) transcode(Task task) {
-  for (size_t block = blockIdx.x; block < blockCount(task.numel); block += gridDim.x) {
-    Quads x;
+__device__ void transcodeBlock(const Task& task, Block block) {
+  Quads x;
+  if constexpr (mode != Mode::feedback) {
     gather<in, mode>(task, block, x);
-    if constexpr (mode == Mode::feedback) {
-      emitWithResidual<out>(task, block, x);
+    emit<out>(task, block, x);
+  } else {
+    // Emits x + residual, and leaves in the residual what the chunk lacks of it.
+    Plain<Wire::f32> carried;
+    carried.fetch(task.residual, block);
+    gather<in, mode>(task, block, x);
+    Quads before;
+    carried.template widen</*isSummed=*/true>(before);
+    add(before, x);
+    Quads wanted;
+    for (int quad = 0; quad < kQuads; ++quad) {
+      for (int i = 0; i < kQuad; ++i) wanted[quad][i] = x[quad][i];
+    }
+    emit<out>(task, block, x);
+    for (int quad = 0; quad < kQuads; ++quad) {
+      for (int i = 0; i < kQuad; ++i) {
+        const float left = __fsub_rn(wanted[quad][i], x[quad][i]);
+        if (isFinite(left)) before[quad][i] = left;
+      }
+      storeQuad(task.residual + block.first(), block.place(quad), before[quad]);
+    }
+  }
+}
+
+// Sums are bound by instructions, of which others fill a multiprocessor better with all the threads that it
+// has room for; residuals need registers more.
+constexpr int blocksAtOnce(Mode mode) { return mode == Mode::feedback ? 4 : 2048 / kThreads; }
+
+template <Wire in, Wire out, Mode mode>
+__global__ void __launch_bounds__(kThreads, blocksAtOnce(mode)) transcode(Task task) {
+  for (uint32_t index = blockIdx.x; index < task.blocks; index += gridDim.x) {
+    if (index < task.wholeBlocks) {
+      transcodeBlock<in, out, mode>(task, {task.numel, task.blocks, index, true});
     } else {
-      emitBlock<out>(task, block, x);
+      transcodeBlock<in, out, mode>(task, {task.numel, task.blocks, index, false});
     }
   }
 }
@@ -192,9 +260,19 @@ Kernel kernelOf(Wire in, Wire out) {
   throw std::logic_error("codec: no such wire");
 }
 
-void launch(cudaStream_t stream, Kernel kernel, const Task& task) {
+bool isAligned(const Task& task) {
+  constexpr size_t kBytes = sizeof(float4);
+  const Sources& sources = task.sources;
+  return std::all_of(sources.src, sources.src + sources.count,
+                     [](const void* src) { return aligned(src, kBytes); }) &&
+         aligned(sources.before, kBytes) && aligned(task.dst, kBytes) && aligned(task.residual, kBytes);
+}
+
+void launch(cudaStream_t stream, Kernel kernel, Task task) {
+  task.blocks = static_cast<uint32_t>(blockCount(task.numel));
+  task.wholeBlocks = isAligned(task) ? static_cast<uint32_t>(task.numel / kBlockElems) : 0;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(blockCount(task.numel), kMostBlocks)));
+  config.gridDim = dim3(std::min(task.blocks, kMostBlocks));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   check(cudaLaunchKernelEx(&config, kernel, task), "cudaLaunchKernelEx");

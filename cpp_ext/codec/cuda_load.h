@@ -18,9 +18,46 @@ constexpr int kQuads = static_cast<int>(kBlockElems) / (kThreads * kQuad);
 // The numbers of one block that one thread holds.
 using Quads = float[kQuads][kQuad];
 
-__device__ inline bool aligned(const void* pointer, size_t bytes) {
+BAGUARUN_HOST_DEVICE inline bool aligned(const void* pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
+
+// Where a thread's quad lies: `offset` numbers into its block.
+struct Place {
+  int offset;
+  int valid;   // of the four, so many exist
+  bool whole;  // all four do, and in memory they are aligned
+
+  // Whether the quad at `pointer` can be one access of `bytes`. Without a look at `pointer` in whole blocks,
+  // so that no branch stands between their loads, and all are under way at once.
+  __device__ bool atOnce(const void* pointer, size_t bytes) const {
+    return whole || (valid == kQuad && aligned(pointer, bytes));
+  }
+};
+
+// A block of a chunk's numbers.
+struct Block {
+  size_t numel;    // of the chunk
+  uint32_t count;  // of blocks in it
+  uint32_t index;
+  // All its numbers exist, and all memory of the task is aligned. The kernel's two ways through its code
+  // have it as a constant.
+  bool whole;
+
+  __device__ size_t length() const { return whole ? kBlockElems : blockLength(numel, index); }
+  __device__ size_t first() const { return size_t{index} * kBlockElems; }
+  __device__ Place place(int quad) const {
+    const int offset = (quad * kThreads + static_cast<int>(threadIdx.x)) * kQuad;
+    if (whole) return {offset, kQuad, true};
+    return {offset, min(max(static_cast<int>(length()) - offset, 0), kQuad), false};
+  }
+  // The threads' numbers, turned by whole warps: what a few threads do for all begins at 0 here, so that of
+  // a multiprocessor's blocks it does not always fall to the same scheduler.
+  __device__ uint32_t turned() const {
+    const uint32_t turn = index * 0x9e3779b1u >> 29;
+    return (threadIdx.x + 32 * turn) % kThreads;
+  }
+};
 
 template <Wire plain>
 __device__ float widened(uint16_t word) {
@@ -32,80 +69,107 @@ __device__ uint16_t narrowed(float x) {
   return plain == Wire::f16 ? narrowF16(x) : narrowBf16(x);
 }
 
-// Four numbers from `first`, of which `valid` exist (the others become 0).
-template <Wire plain>
-__device__ void loadQuad(const void* numbers, size_t first, int valid, float (&x)[kQuad]) {
-  if constexpr (plain == Wire::f32) {
-    const float* src = static_cast<const float*>(numbers) + first;
-    if (valid == kQuad && aligned(src, sizeof(float4))) {
-      const float4 quad = *reinterpret_cast<const float4*>(src);
-      x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
-      return;
-    }
-    for (int i = 0; i < kQuad; ++i) x[i] = i < valid ? src[i] : 0.0f;
-  } else {
-    const uint16_t* src = static_cast<const uint16_t*>(numbers) + first;
-    if (valid == kQuad && aligned(src, sizeof(ushort4))) {
-      const ushort4 quad = *reinterpret_cast<const ushort4*>(src);
-      x[0] = widened<plain>(quad.x), x[1] = widened<plain>(quad.y);
-      x[2] = widened<plain>(quad.z), x[3] = widened<plain>(quad.w);
-      return;
-    }
-    for (int i = 0; i < kQuad; ++i) x[i] = i < valid ? widened<plain>(src[i]) : 0.0f;
+// A thread's quad of the block whose numbers begin at `block`. What does not exist becomes 0.
+template <class Word, class Vector>
+__device__ void loadQuad(const Word* block, Place at, Word (&x)[kQuad]) {
+  const Word* src = block + at.offset;
+  if (at.atOnce(src, sizeof(Vector))) {
+    const Vector quad = *reinterpret_cast<const Vector*>(src);
+    x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
+    return;
+  }
+  for (int i = 0; i < kQuad; ++i) x[i] = i < at.valid ? src[i] : Word{0};
+}
+
+__device__ inline void loadQuad(const float* block, Place at, float (&x)[kQuad]) {
+  loadQuad<float, float4>(block, at, x);
+}
+
+__device__ inline void storeQuad(float* block, Place at, const float (&x)[kQuad]) {
+  float* dst = block + at.offset;
+  if (at.atOnce(dst, sizeof(float4))) {
+    *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
+    return;
+  }
+  for (int i = 0; i < kQuad; ++i) {
+    if (i < at.valid) dst[i] = x[i];
   }
 }
 
 template <Wire plain>
-__device__ void storeQuad(void* numbers, size_t first, int valid, const float (&x)[kQuad]) {
-  if constexpr (plain == Wire::f32) {
-    float* dst = static_cast<float*>(numbers) + first;
-    if (valid == kQuad && aligned(dst, sizeof(float4))) {
-      *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
-      return;
-    }
-    for (int i = 0; i < valid; ++i) dst[i] = x[i];
-  } else {
-    uint16_t* dst = static_cast<uint16_t*>(numbers) + first;
-    if (valid == kQuad && aligned(dst, sizeof(ushort4))) {
-      *reinterpret_cast<ushort4*>(dst) = make_ushort4(narrowed<plain>(x[0]), narrowed<plain>(x[1]),
-                                                      narrowed<plain>(x[2]), narrowed<plain>(x[3]));
-      return;
-    }
-    for (int i = 0; i < valid; ++i) dst[i] = narrowed<plain>(x[i]);
+__device__ void storeNarrowed(uint16_t* block, Place at, const float (&x)[kQuad]) {
+  uint16_t* dst = block + at.offset;
+  if (at.atOnce(dst, sizeof(ushort4))) {
+    *reinterpret_cast<ushort4*>(dst) = make_ushort4(narrowed<plain>(x[0]), narrowed<plain>(x[1]),
+                                                    narrowed<plain>(x[2]), narrowed<plain>(x[3]));
+    return;
+  }
+  for (int i = 0; i < kQuad; ++i) {
+    if (i < at.valid) dst[i] = narrowed<plain>(x[i]);
   }
 }
 
-// Up to four bytes of a block; byte i is bits 8*i and up.
-__device__ inline uint32_t loadBytes(const uint8_t* q, int valid) {
-  if (valid == kQuad && aligned(q, sizeof(uint32_t))) return *reinterpret_cast<const uint32_t*>(q);
+// A thread's part of a block of plain numbers. `fetch` begins the loads, `widen` waits for them.
+template <Wire wire>
+class Plain {
+  using Word = std::conditional_t<wire == Wire::f32, float, uint16_t>;
+  using Vector = std::conditional_t<wire == Wire::f32, float4, ushort4>;
+
+ public:
+  __device__ void fetch(const void* chunk, Block block) {
+    for (int quad = 0; quad < kQuads; ++quad) {
+      loadQuad<Word, Vector>(static_cast<const Word*>(chunk) + block.first(), block.place(quad), words_[quad]);
+    }
+  }
+  template <bool isSummed>
+  __device__ void widen(Quads& x) const {
+    for (int quad = 0; quad < kQuads; ++quad) {
+      for (int i = 0; i < kQuad; ++i) {
+        if constexpr (wire == Wire::f32) {
+          x[quad][i] = words_[quad][i];
+        } else {
+          x[quad][i] = widened<wire>(words_[quad][i]);
+        }
+      }
+    }
+  }
+
+ private:
+  Word words_[kQuads][kQuad];
+};
+
+template <Wire wire>
+__device__ void emitPlain(Quads& x, Block block, void* chunk) {
+  for (int quad = 0; quad < kQuads; ++quad) {
+    if constexpr (wire == Wire::f32) {
+      storeQuad(static_cast<float*>(chunk) + block.first(), block.place(quad), x[quad]);
+    } else {
+      storeNarrowed<wire>(static_cast<uint16_t*>(chunk) + block.first(), block.place(quad), x[quad]);
+      for (int i = 0; i < kQuad; ++i) x[quad][i] = widened<wire>(narrowed<wire>(x[quad][i]));
+    }
+  }
+}
+
+// `width` bytes at `q`, of which `valid` exist; byte i is bits 8*i and up. `whole` as in Place.
+template <int width>
+__device__ uint32_t loadBytes(const uint8_t* q, int valid, bool whole) {
+  using Word = std::conditional_t<width == 4, uint32_t, uint16_t>;
+  if (whole || (valid == width && aligned(q, width))) return *reinterpret_cast<const Word*>(q);
   uint32_t bytes = 0;
-  for (int i = 0; i < valid; ++i) bytes |= static_cast<uint32_t>(q[i]) << (8 * i);
+  for (int i = 0; i < width; ++i) bytes |= i < valid ? static_cast<uint32_t>(q[i]) << (8 * i) : 0;
   return bytes;
 }
 
-// `width` is how many there are in a block that is whole.
-template <size_t width>
-__device__ void storeBytes(uint8_t* q, int valid, uint32_t bytes) {
+template <int width>
+__device__ void storeBytes(uint8_t* q, int valid, bool whole, uint32_t bytes) {
   using Word = std::conditional_t<width == 4, uint32_t, uint16_t>;
-  if (valid == static_cast<int>(width) && aligned(q, width)) {
+  if (whole || (valid == width && aligned(q, width))) {
     *reinterpret_cast<Word*>(q) = static_cast<Word>(bytes);
     return;
   }
-  for (int i = 0; i < valid; ++i) q[i] = static_cast<uint8_t>(bytes >> (8 * i));
-}
-
-// Where a thread's quad lies: `offset` numbers into block `block` of a chunk of `numel`.
-struct Place {
-  size_t numel;
-  size_t block;
-  int offset;
-  int valid;
-};
-
-__device__ inline Place placeOf(size_t numel, size_t block, int quad) {
-  const int offset = (quad * kThreads + static_cast<int>(threadIdx.x)) * kQuad;
-  const int left = static_cast<int>(blockLength(numel, block)) - offset;
-  return {numel, block, offset, min(max(left, 0), kQuad)};
+  for (int i = 0; i < width; ++i) {
+    if (i < valid) q[i] = static_cast<uint8_t>(bytes >> (8 * i));
+  }
 }
 
 }  // namespace baguarun::codec::cuda

@@ -10,156 +10,203 @@ namespace baguarun::codec::cuda {
 // A thread for each number kept.
 static_assert(kMostKept <= kThreads);
 
-// A bit for each number of the block.
-constexpr int kKeptWords = static_cast<int>(kBlockElems) / 32;
-
-__device__ inline void clear(uint32_t* kept) {
-  for (unsigned i = threadIdx.x; i < kKeptWords; i += kThreads) kept[i] = 0;
-}
-__device__ inline void mark(uint32_t* kept, uint32_t place) { atomicOr(&kept[place / 32], 1u << place % 32); }
-__device__ inline bool isKept(const uint32_t* kept, uint32_t place) {
-  return (kept[place / 32] >> place % 32 & 1u) != 0;
-}
-
-__device__ inline uint32_t keptBelow(const uint32_t* kept, uint32_t place) {
-  uint32_t count = static_cast<uint32_t>(__popc(kept[place / 32] & ((1u << place % 32) - 1)));
-  for (uint32_t word = 0; word < place / 32; ++word) count += static_cast<uint32_t>(__popc(kept[word]));
-  return count;
-}
-
-struct Choice {
-  Format format;
-  size_t numel;
-  size_t block;
-
-  __device__ uint32_t kept() const { return keptOf(format.keep, blockLength(numel, block)); }
-  // In the chunk, of the first one kept of this block.
-  __device__ size_t first() const { return block * format.keep; }
-  __device__ uint16_t* places(void* chunk) const {
-    return reinterpret_cast<uint16_t*>(static_cast<float*>(chunk) + keptInAll(format.keep, numel));
-  }
-};
-
-// Calls `use(i, place, x[quad][i])` for the numbers that exist.
+// Calls `use(place, x[quad][i])` for the numbers that exist.
 template <class Use>
-__device__ void forOwn(Quads& x, size_t numel, size_t block, Use use) {
+__device__ void forOwn(Quads& x, Block block, Use use) {
   for (int quad = 0; quad < kQuads; ++quad) {
-    const Place at = placeOf(numel, block, quad);
+    const Place at = block.place(quad);
     for (int i = 0; i < kQuad; ++i) {
       if (i < at.valid) use(static_cast<uint32_t>(at.offset + i), x[quad][i]);
     }
   }
 }
 
+// What a chunk holds of a block.
+struct Kept {
+  Format format;
+  Block block;
+
+  __device__ uint32_t count() const { return keptOf(format.keep, block.length()); }
+  // In the chunk, of the first one kept of this block.
+  __device__ size_t first() const { return size_t{block.index} * format.keep; }
+  __device__ uint16_t* places(void* chunk) const {
+    return reinterpret_cast<uint16_t*>(static_cast<float*>(chunk) + keptInAll(format.keep, block.numel));
+  }
+  __device__ RandomOrder order() const { return {format.seed, block.index, block.length()}; }
+};
+
 // x = before + src[0] + src[1] + ..., in that order; `before` may be null.
 template <Wire wire>
-__device__ void loadKept(const void* const* src, unsigned count, const float* before, Choice choice,
-                         Quads& x) {
-  __shared__ float sums[kBlockElems];
-  const size_t n = blockLength(choice.numel, choice.block);
-  for (size_t i = threadIdx.x; i < n; i += kThreads) {
-    sums[i] = before == nullptr ? 0.0f : before[choice.block * kBlockElems + i];
+__device__ void loadKept(const void* const* src, unsigned count, const float* before, Kept kept, Quads& x) {
+  constexpr unsigned kAtOnce = 4;  // sources whose loads are under way together
+  alignas(16) __shared__ float sums[kBlockElems];
+  const Block block = kept.block;
+  for (int quad = 0; quad < kQuads; ++quad) {
+    float start[kQuad] = {};
+    if (before != nullptr) loadQuad(before + block.first(), block.place(quad), start);
+    storeQuad(sums, {block.place(quad).offset, kQuad, true}, start);
   }
-  __syncthreads();
-  for (unsigned k = 0; k < count; ++k) {
-    if (threadIdx.x < choice.kept()) {
-      const size_t j = choice.first() + threadIdx.x;
-      const float value = static_cast<const float*>(src[k])[j];
-      uint32_t place;
-      if constexpr (wire == Wire::topk) {
-        place = choice.places(const_cast<void*>(src[k]))[j];
-      } else {
-        place = RandomOrder(choice.format.seed, choice.block, n).at(threadIdx.x);
-      }
-      // The device's sum would not keep the bits of a NaN, which one chunk alone has to.
-      if (place < n) sums[place] = sums[place] == 0.0f ? value : __fadd_rn(sums[place], value);
+  const uint32_t turned = block.turned();
+  const bool mine = turned < kept.count();
+  uint32_t place[kAtOnce];
+  if constexpr (wire == Wire::randomk) {
+    const uint32_t drawn = mine ? kept.order().at(turned) : 0;
+    for (uint32_t& same : place) same = drawn;
+  }
+  for (unsigned k = 0; k < count; k += kAtOnce) {
+    const unsigned now = count - k < kAtOnce ? count - k : kAtOnce;
+    float value[kAtOnce];
+    for (unsigned s = 0; s < kAtOnce; ++s) {
+      if (!mine || s >= now) continue;
+      const size_t j = kept.first() + turned;
+      value[s] = static_cast<const float*>(src[k + s])[j];
+      if constexpr (wire == Wire::topk) place[s] = kept.places(const_cast<void*>(src[k + s]))[j];
     }
-    __syncthreads();
+    for (unsigned s = 0; s < kAtOnce; ++s) {
+      if (s >= now) continue;
+      __syncthreads();
+      if (!mine || place[s] >= block.length()) continue;
+      float& sum = sums[place[s]];
+      // The device's sum would not keep the bits of a NaN, which one chunk alone has to.
+      sum = sum == 0.0f ? value[s] : __fadd_rn(sum, value[s]);
+    }
   }
-  forOwn(x, choice.numel, choice.block, [&](uint32_t place, float& own) { own = sums[place]; });
   __syncthreads();
-}
-
-// The lowest rank among the threads' highest that `kept` of them reach: whatever is kept is no lower, and at
-// most 8 numbers per thread that reaches it are candidates.
-__device__ inline uint64_t reachedRank(uint64_t mine, uint32_t kept) {
-  __shared__ uint64_t highest[kThreads];
-  __shared__ uint64_t reached;
-  highest[threadIdx.x] = mine;
+  for (int quad = 0; quad < kQuads; ++quad) {
+    loadQuad(sums, {block.place(quad).offset, kQuad, true}, x[quad]);
+  }
   __syncthreads();
-  uint32_t higher = 0;
-  for (int thread = 0; thread < kThreads; ++thread) higher += highest[thread] > mine ? 1u : 0u;
-  // Threads without numbers have rank 0, too, but are more than `kept` threads down.
-  if (higher == kept - 1) reached = mine;
-  __syncthreads();
-  return reached;
 }
 
 __device__ inline uint64_t ownRank(uint32_t place, float x) { return rankOf(magnitudeOf(x), place); }
 
-// Marks the kept numbers of the block.
-__device__ inline void chooseTop(Quads& x, Choice choice, uint32_t* kept) {
+// The greatest of the ranks of the thread's numbers; 0 if it has none.
+__device__ inline uint64_t highestRank(Quads& x, Block block) {
+  constexpr uint32_t kNone = kBlockElems - 1;
+  uint32_t magnitude = 0;
+  uint32_t highest = kNone;
+  forOwn(x, block, [&](uint32_t place, float own) {
+    // Of equal ones, the first.
+    if (magnitudeOf(own) <= magnitude && highest != kNone) return;
+    magnitude = magnitudeOf(own);
+    highest = place;
+  });
+  return rankOf(magnitude, highest);
+}
+
+// Over the lanes of a warp, all of which call it.
+__device__ inline uint32_t warpSum(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, x);
+#else
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+#endif
+}
+
+// A rank that the highest ones of exactly `kept` threads reach: whatever is kept does, too, and besides it
+// only other numbers of these threads.
+__device__ inline uint64_t reachedRank(uint64_t mine, uint32_t kept, uint32_t turned) {
+  constexpr int kBits = 32 + 11;  // of a rank
+  constexpr int kEach = kThreads / 32;
+  __shared__ uint64_t highest[kThreads];
+  __shared__ uint64_t reached;
+  highest[threadIdx.x] = mine;
+  __syncthreads();
+  if (turned < 32) {
+    uint64_t own[kEach];
+    for (int i = 0; i < kEach; ++i) own[i] = highest[i * 32 + turned];
+    // Bit by bit, from the top.
+    uint64_t rank = 0;
+    uint32_t count = 0;
+    for (int bit = kBits - 1; bit >= 0 && count != kept; --bit) {
+      const uint64_t higher = rank | uint64_t{1} << bit;
+      uint32_t reaching = 0;
+      for (int i = 0; i < kEach; ++i) reaching += own[i] >= higher ? 1u : 0u;
+      reaching = warpSum(reaching);
+      if (reaching < kept) continue;
+      rank = higher;
+      count = reaching;
+    }
+    if (turned == 0) reached = rank;
+  }
+  __syncthreads();
+  return reached;
+}
+
+// A number that may be kept: its rank, and its sign as the lowest bit.
+__device__ inline uint64_t entryOf(uint64_t rank, float x) { return rank << 1 | bitsOf(x) >> 31; }
+
+__device__ inline float valueOf(uint64_t entry) {
+  const uint32_t magnitude = magnitudeOfRank(entry >> 1);
+  return keptValue(floatOf(static_cast<uint32_t>(entry & 1) << 31 | magnitude));
+}
+
+// Writes the block, and leaves in x what the chunk decodes to.
+__device__ inline void emitTop(Quads& x, Kept kept, void* chunk) {
   __shared__ uint64_t candidates[kBlockElems];
   __shared__ uint32_t count;
+  __shared__ uint64_t least;
+  const Block block = kept.block;
   if (threadIdx.x == 0) count = 0;
-  clear(kept);
-  uint64_t highest = 0;
-  forOwn(x, choice.numel, choice.block, [&](uint32_t place, float own) {
+  const uint32_t turned = block.turned();
+  const uint64_t reached = reachedRank(highestRank(x, block), kept.count(), turned);
+  const uint32_t reachedMagnitude = magnitudeOfRank(reached);
+  forOwn(x, block, [&](uint32_t place, float own) {
+    if (magnitudeOf(own) < reachedMagnitude) return;
     const uint64_t rank = ownRank(place, own);
-    highest = rank > highest ? rank : highest;
-  });
-  const uint64_t least = reachedRank(highest, choice.kept());
-  forOwn(x, choice.numel, choice.block, [&](uint32_t place, float own) {
-    const uint64_t rank = ownRank(place, own);
-    if (rank >= least) candidates[atomicAdd(&count, 1u)] = rank;
+    if (rank >= reached) candidates[atomicAdd(&count, 1u)] = entryOf(rank, own);
   });
   __syncthreads();
-  for (uint32_t c = threadIdx.x; c < count; c += kThreads) {
+  for (uint32_t c = turned; c < count; c += kThreads) {
     uint32_t higher = 0;
+#pragma unroll 4
     for (uint32_t other = 0; other < count; ++other) higher += candidates[other] > candidates[c] ? 1u : 0u;
-    if (higher < choice.kept()) mark(kept, static_cast<uint32_t>(indexOf(candidates[c])));
+    if (higher == kept.count() - 1) least = candidates[c];
   }
+  __syncthreads();
+  for (uint32_t c = turned; c < count; c += kThreads) {
+    const uint64_t entry = candidates[c];
+    if (entry < least) continue;
+    const size_t place = indexOf(entry >> 1);
+    uint32_t before = 0;
+#pragma unroll 4
+    for (uint32_t other = 0; other < count; ++other) {
+      before += candidates[other] >= least && indexOf(candidates[other] >> 1) < place ? 1u : 0u;
+    }
+    static_cast<float*>(chunk)[kept.first() + before] = valueOf(entry);
+    kept.places(chunk)[kept.first() + before] = static_cast<uint16_t>(place);
+  }
+  forOwn(x, block, [&](uint32_t place, float& own) {
+    own = entryOf(ownRank(place, own), own) >= least ? keptValue(own) : 0.0f;
+  });
   __syncthreads();
 }
 
 // Writes the block, and leaves in x what the chunk decodes to.
-__device__ inline void emitTop(Quads& x, Choice choice, void* chunk) {
-  __shared__ uint32_t kept[kKeptWords];
-  chooseTop(x, choice, kept);
-  forOwn(x, choice.numel, choice.block, [&](uint32_t place, float& own) {
-    own = isKept(kept, place) ? keptValue(own) : 0.0f;
-    if (!isKept(kept, place)) return;
-    const size_t j = choice.first() + keptBelow(kept, place);
-    static_cast<float*>(chunk)[j] = own;
-    choice.places(chunk)[j] = static_cast<uint16_t>(place);
-  });
-  __syncthreads();
-}
-
-__device__ inline void emitRandom(Quads& x, Choice choice, void* chunk) {
-  __shared__ float numbers[kBlockElems];
-  __shared__ uint32_t kept[kKeptWords];
+__device__ inline void emitRandom(Quads& x, Kept kept, void* chunk) {
+  constexpr int kWords = static_cast<int>(kBlockElems) / 32;
+  alignas(16) __shared__ float numbers[kBlockElems];
+  __shared__ uint32_t drawn[kWords];  // a bit for each number
+  const Block block = kept.block;
+  for (unsigned i = threadIdx.x; i < kWords; i += kThreads) drawn[i] = 0;
   bool finite = true;
-  clear(kept);
-  forOwn(x, choice.numel, choice.block, [&](uint32_t place, float own) {
-    numbers[place] = own;
-    finite &= isFinite(own);
-  });
+  forOwn(x, block, [&](uint32_t, float own) { finite &= isFinite(own); });
+  for (int quad = 0; quad < kQuads; ++quad) {
+    storeQuad(numbers, {block.place(quad).offset, kQuad, true}, x[quad]);
+  }
   finite = __syncthreads_or(!finite) == 0;
-  if (threadIdx.x < choice.kept()) {
-    const RandomOrder order(choice.format.seed, choice.block, blockLength(choice.numel, choice.block));
-    const uint32_t place = order.at(threadIdx.x);
-    static_cast<float*>(chunk)[choice.first() + threadIdx.x] =
+  const uint32_t turned = block.turned();
+  if (turned < kept.count()) {
+    const uint32_t place = kept.order().at(turned);
+    static_cast<float*>(chunk)[kept.first() + turned] =
         finite ? keptValue(numbers[place]) : floatOf(kQuietNan);
-    mark(kept, place);
+    atomicOr(&drawn[place / 32], 1u << place % 32);
   }
   __syncthreads();
-  forOwn(x, choice.numel, choice.block, [&](uint32_t place, float& own) {
-    if (isKept(kept, place)) {
-      own = finite ? keptValue(own) : floatOf(kQuietNan);
-    } else {
-      own = 0.0f;
-    }
+  forOwn(x, block, [&](uint32_t place, float& own) {
+    const bool isDrawn = (drawn[place / 32] >> place % 32 & 1u) != 0;
+    own = !isDrawn ? 0.0f : finite ? keptValue(own) : floatOf(kQuietNan);
   });
   __syncthreads();
 }

@@ -19,7 +19,7 @@
 #define __device__
 #define __global__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
@@ -32,6 +32,9 @@ struct dim3 {
 
 struct alignas(16) float4 {
   float x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
 };
 struct alignas(8) ushort4 {
   unsigned short x, y, z, w;
