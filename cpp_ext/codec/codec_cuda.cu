@@ -15,8 +15,9 @@
 namespace baguarun::codec::cuda {
 namespace {
 
-constexpr size_t kMostSources = 64;      // in one kernel's parameters
-constexpr uint32_t kMostBlocks = 1 << 20;  // of threads in a launch; each goes on to the next blocks of numbers
+constexpr size_t kMostSources = 64;  // in one kernel's parameters
+constexpr uint32_t kMostBlocks =
+    1 << 20;  // of threads in a launch; each goes on to the next blocks of numbers
 
 struct Sources {
   const void* src[kMostSources];
@@ -179,9 +180,12 @@ __device__ void transcodeBlock(const Task& task, Block block) {
   }
 }
 
-// Sums are bound by instructions, of which others fill a multiprocessor better with all the threads that it
-// has room for; residuals need registers more.
-constexpr int blocksAtOnce(Mode mode) { return mode == Mode::feedback ? 4 : 2048 / kThreads; }
+// How many blocks of threads a multiprocessor is to have room for; registers are given out accordingly.
+// Measured: docs/results/gpu_algorithms.json.
+constexpr int blocksAtOnce(Mode mode) {
+  if (mode == Mode::feedback) return 4;
+  return mode == Mode::reduce ? 6 : 8;
+}
 
 template <Wire in, Wire out, Mode mode>
 __global__ void __launch_bounds__(kThreads, blocksAtOnce(mode)) transcode(Task task) {

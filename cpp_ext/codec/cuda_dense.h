@@ -65,8 +65,8 @@ class Levels {
   static constexpr int kBits = levels == 256 ? 8 : 4;
 
   __device__ void fetch(const void* chunk, Block block) {
-    const uint8_t* payload = static_cast<const uint8_t*>(chunk) + block.count * sizeof(Header) +
-                             block.first() * kBits / 8;
+    const uint8_t* payload =
+        static_cast<const uint8_t*>(chunk) + block.count * sizeof(Header) + block.first() * kBits / 8;
     for (int quad = 0; quad < kQuads; ++quad) {
       const Place at = block.place(quad);
       words_[quad] =
@@ -165,8 +165,7 @@ __device__ void emitLevels(Quads& x, Block block, void* chunk) {
   constexpr int kBits = levels == 256 ? 8 : 4;
   const Grid grid = blockGrid(levels, x, block);
   if (threadIdx.x == 0) static_cast<Header*>(chunk)[block.index] = grid.header;
-  uint8_t* payload =
-      static_cast<uint8_t*>(chunk) + block.count * sizeof(Header) + block.first() * kBits / 8;
+  uint8_t* payload = static_cast<uint8_t*>(chunk) + block.count * sizeof(Header) + block.first() * kBits / 8;
   for (int quad = 0; quad < kQuads; ++quad) {
     const Place at = block.place(quad);
     int level[kQuad];
@@ -176,7 +175,8 @@ __device__ void emitLevels(Quads& x, Block block, void* chunk) {
       level[i] = i < at.valid ? wide : 0;
     }
     const uint32_t word = packed<levels>(level);
-    storeBytes<kQuad * kBits / 8>(payload + at.offset * kBits / 8, (at.valid * kBits + 7) / 8, at.whole, word);
+    storeBytes<kQuad * kBits / 8>(payload + at.offset * kBits / 8, (at.valid * kBits + 7) / 8, at.whole,
+                                  word);
     widenLevelsAndNan<levels>(grid.header, word, x[quad]);
   }
 }

@@ -118,7 +118,8 @@ class Plain {
  public:
   __device__ void fetch(const void* chunk, Block block) {
     for (int quad = 0; quad < kQuads; ++quad) {
-      loadQuad<Word, Vector>(static_cast<const Word*>(chunk) + block.first(), block.place(quad), words_[quad]);
+      loadQuad<Word, Vector>(static_cast<const Word*>(chunk) + block.first(), block.place(quad),
+                             words_[quad]);
     }
   }
   template <bool isSummed>

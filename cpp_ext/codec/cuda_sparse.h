@@ -104,34 +104,65 @@ __device__ inline uint32_t warpSum(uint32_t x) {
 #endif
 }
 
-// A rank that the highest ones of exactly `kept` threads reach: whatever is kept does, too, and besides it
-// only other numbers of these threads.
-__device__ inline uint64_t reachedRank(uint64_t mine, uint32_t kept, uint32_t turned) {
-  constexpr int kBits = 32 + 11;  // of a rank
-  constexpr int kEach = kThreads / 32;
-  __shared__ uint64_t highest[kThreads];
-  __shared__ uint64_t reached;
-  highest[threadIdx.x] = mine;
-  __syncthreads();
-  if (turned < 32) {
-    uint64_t own[kEach];
-    for (int i = 0; i < kEach; ++i) own[i] = highest[i * 32 + turned];
-    // Bit by bit, from the top.
+// A rank that the highest numbers of exactly `kept` groups of threads reach: whatever is kept does, too, and
+// besides it only other numbers of these groups. `highest`: by thread, in shared memory. `groups`: a power of
+// two, and no less than `kept`. Called by one warp.
+template <int groups>
+__device__ uint64_t reachedRank(const uint64_t* highest, uint32_t kept) {
+  constexpr int kEach = groups / 32;
+  constexpr int kTogether = kThreads / groups;
+  constexpr int kPlaceBits = 11;
+  const uint32_t lane = threadIdx.x % 32;
+  const auto rankOfGroup = [&](int i) {
     uint64_t rank = 0;
-    uint32_t count = 0;
-    for (int bit = kBits - 1; bit >= 0 && count != kept; --bit) {
-      const uint64_t higher = rank | uint64_t{1} << bit;
-      uint32_t reaching = 0;
-      for (int i = 0; i < kEach; ++i) reaching += own[i] >= higher ? 1u : 0u;
-      reaching = warpSum(reaching);
-      if (reaching < kept) continue;
-      rank = higher;
-      count = reaching;
+    for (int j = 0; j < kTogether; ++j) {
+      const uint64_t other = highest[(i * kTogether + j) * 32 + lane];
+      rank = other > rank ? other : rank;
     }
-    if (turned == 0) reached = rank;
+    return rank;
+  };
+  // Between a magnitude that enough of them reach and one that too few do.
+  uint32_t own[kEach];
+  uint32_t low = 0xffffffffu;
+  uint32_t high = 0;
+  for (int i = 0; i < kEach; ++i) {
+    own[i] = magnitudeOfRank(rankOfGroup(i));
+    low = own[i] < low ? own[i] : low;
+    high = own[i] > high ? own[i] : high;
   }
-  __syncthreads();
-  return reached;
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t otherLow = __shfl_xor_sync(0xffffffffu, low, distance);
+    const uint32_t otherHigh = __shfl_xor_sync(0xffffffffu, high, distance);
+    low = otherLow < low ? otherLow : low;
+    high = otherHigh > high ? otherHigh : high;
+  }
+  ++high;
+  uint32_t count = groups;
+  while (count != kept && high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    // Magnitudes have 31 bits: the difference's top bit says which one is less.
+    uint32_t below = 0;
+    for (int i = 0; i < kEach; ++i) below += (own[i] - middle) >> 31;
+    const uint32_t reaching = groups - warpSum(below);
+    if (reaching >= kept) {
+      low = middle;
+      count = reaching;
+    } else {
+      high = middle;
+    }
+  }
+  // Of equal ones, the first.
+  uint64_t rank = uint64_t{low} << kPlaceBits;
+  for (int bit = kPlaceBits - 1; bit >= 0 && count != kept; --bit) {
+    const uint64_t higher = rank | uint64_t{1} << bit;
+    uint32_t reaching = 0;
+    for (int i = 0; i < kEach; ++i) reaching += rankOfGroup(i) >= higher ? 1u : 0u;
+    reaching = warpSum(reaching);
+    if (reaching < kept) continue;
+    rank = higher;
+    count = reaching;
+  }
+  return rank;
 }
 
 // A number that may be kept: its rank, and its sign as the lowest bit.
@@ -144,39 +175,64 @@ __device__ inline float valueOf(uint64_t entry) {
 
 // Writes the block, and leaves in x what the chunk decodes to.
 __device__ inline void emitTop(Quads& x, Kept kept, void* chunk) {
+  constexpr uint32_t kEach = kQuads * kQuad;
+  // By thread, its highest rank; then the kept ones, the highest first.
+  __shared__ uint64_t entries[kThreads];
+  __shared__ uint16_t places[kThreads];
+  __shared__ uint64_t reached;
+  // The numbers of the threads of which some may be kept, and which threads these are.
+  alignas(16) __shared__ float numbers[kThreads][kEach];
+  __shared__ uint16_t owners[kThreads];
+  __shared__ uint32_t numOwners;
   __shared__ uint64_t candidates[kBlockElems];
   __shared__ uint32_t count;
-  __shared__ uint64_t least;
   const Block block = kept.block;
-  if (threadIdx.x == 0) count = 0;
   const uint32_t turned = block.turned();
-  const uint64_t reached = reachedRank(highestRank(x, block), kept.count(), turned);
-  const uint32_t reachedMagnitude = magnitudeOfRank(reached);
-  forOwn(x, block, [&](uint32_t place, float own) {
-    if (magnitudeOf(own) < reachedMagnitude) return;
-    const uint64_t rank = ownRank(place, own);
-    if (rank >= reached) candidates[atomicAdd(&count, 1u)] = entryOf(rank, own);
-  });
+  if (threadIdx.x == 0) numOwners = count = 0;
+  const uint64_t mine = entries[threadIdx.x] = highestRank(x, block);
   __syncthreads();
-  for (uint32_t c = turned; c < count; c += kThreads) {
-    uint32_t higher = 0;
-#pragma unroll 4
-    for (uint32_t other = 0; other < count; ++other) higher += candidates[other] > candidates[c] ? 1u : 0u;
-    if (higher == kept.count() - 1) least = candidates[c];
+  if (turned < 32) {
+    constexpr int kFew = kThreads / 2;
+    const uint64_t rank = kept.count() <= kFew ? reachedRank<kFew>(entries, kept.count())
+                                               : reachedRank<kThreads>(entries, kept.count());
+    if (turned == 0) reached = rank;
+  }
+  __syncthreads();
+  if (mine >= reached) {
+    const uint32_t slot = atomicAdd(&numOwners, 1u);
+    for (int quad = 0; quad < kQuads; ++quad) storeQuad(numbers[slot], {quad * kQuad, kQuad, true}, x[quad]);
+    owners[slot] = static_cast<uint16_t>(threadIdx.x);
+  }
+  __syncthreads();
+  for (uint32_t i = turned; i < numOwners * kEach; i += kThreads) {
+    const uint32_t owner = owners[i / kEach];
+    const uint32_t place = (i % kEach / kQuad * kThreads + owner) * kQuad + i % kQuad;
+    const float number = numbers[i / kEach][i % kEach];
+    const uint64_t rank = ownRank(place, number);
+    if (place < block.length() && rank >= reached) {
+      candidates[atomicAdd(&count, 1u)] = entryOf(rank, number);
+    }
   }
   __syncthreads();
   for (uint32_t c = turned; c < count; c += kThreads) {
     const uint64_t entry = candidates[c];
-    if (entry < least) continue;
-    const size_t place = indexOf(entry >> 1);
+    uint32_t higher = 0;
+#pragma unroll 4
+    for (uint32_t other = 0; other < count; ++other) higher += candidates[other] > entry ? 1u : 0u;
+    if (higher >= kept.count()) continue;
+    entries[higher] = entry;
+    places[higher] = static_cast<uint16_t>(indexOf(entry >> 1));
+  }
+  __syncthreads();
+  if (turned < kept.count()) {
+    const uint16_t place = places[turned];
     uint32_t before = 0;
 #pragma unroll 4
-    for (uint32_t other = 0; other < count; ++other) {
-      before += candidates[other] >= least && indexOf(candidates[other] >> 1) < place ? 1u : 0u;
-    }
-    static_cast<float*>(chunk)[kept.first() + before] = valueOf(entry);
-    kept.places(chunk)[kept.first() + before] = static_cast<uint16_t>(place);
+    for (uint32_t other = 0; other < kept.count(); ++other) before += places[other] < place ? 1u : 0u;
+    static_cast<float*>(chunk)[kept.first() + before] = valueOf(entries[turned]);
+    kept.places(chunk)[kept.first() + before] = place;
   }
+  const uint64_t least = entries[kept.count() - 1];
   forOwn(x, block, [&](uint32_t place, float& own) {
     own = entryOf(ownRank(place, own), own) >= least ? keptValue(own) : 0.0f;
   });
