@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.extension import load_extension
-from baguarun.comm.groups import read_worker_env
+from baguarun.comm.groups import device_of_group, read_worker_env
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError
 
@@ -82,10 +82,10 @@ def take_over_engine(engine: Any, legacy: Legacy) -> None:
         )
 
 
-def source_of(steps: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
+def source_of(steps: int, group: dist.ProcessGroup) -> tuple[int, int]:
     """The first rank of `group` with most `steps`, and how many it has. Collective."""
     world_size = dist.get_world_size(group)
-    everyone = torch.zeros(world_size, dtype=torch.int64, device=device)
+    everyone = torch.zeros(world_size, dtype=torch.int64, device=device_of_group(group))
     everyone[dist.get_rank(group)] = steps
     try:
         dist.all_reduce(everyone, group=group)

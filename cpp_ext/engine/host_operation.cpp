@@ -171,8 +171,8 @@ std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& buc
                        " buckets; want a larger bucket_cap_mb");
   }
   const auto buffer = [](size_t elements) { return at::zeros({static_cast<int64_t>(elements)}, at::kFloat); };
-  const at::Tensor first = buffer(LowRankExchange::firstElements(bucket.lowRank));
-  const at::Tensor second = buffer(LowRankExchange::secondElements(bucket.lowRank));
+  const at::Tensor first = buffer(bucket.lowRank.firstElements());
+  const at::Tensor second = buffer(bucket.lowRank.secondElements());
   Bucket whole = bucket;
   whole.operation.kind = OperationKind::kScatterReduceGather;
   whole.operation.wire = plainWire(codecType(bucket.flat.scalar_type()));

@@ -22,6 +22,22 @@ double dot(const float* left, const float* right, size_t length) {
 
 }  // namespace
 
+size_t LowRankBucket::firstElements() const {
+  size_t sum = 0;
+  for (const LowRankMatrix& matrix : matrices) {
+    sum += matrix.rank > 0 ? matrix.rank * matrix.rows : matrix.numElements;
+  }
+  return sum;
+}
+
+size_t LowRankBucket::secondElements() const {
+  size_t sum = 0;
+  for (const LowRankMatrix& matrix : matrices) {
+    sum += matrix.rank * matrix.columns;
+  }
+  return sum;
+}
+
 LowRankMatrix makeLowRankMatrix(const at::Tensor& parameter, size_t rank) {
   LowRankMatrix matrix;
   matrix.numElements = static_cast<size_t>(parameter.numel());
@@ -43,8 +59,9 @@ LowRankMatrix makeLowRankMatrix(const at::Tensor& parameter, size_t rank) {
     return matrix;
   }
   matrix.rank = pairs;
-  matrix.residual = at::zeros({static_cast<int64_t>(matrix.numElements)}, at::kFloat);
-  matrix.vectors = at::zeros({static_cast<int64_t>(pairs), static_cast<int64_t>(matrix.columns)}, at::kFloat);
+  const auto options = parameter.options().dtype(at::kFloat).requires_grad(false);
+  matrix.residual = at::zeros({static_cast<int64_t>(matrix.numElements)}, options);
+  matrix.vectors = at::zeros({static_cast<int64_t>(pairs), static_cast<int64_t>(matrix.columns)}, options);
   return matrix;
 }
 

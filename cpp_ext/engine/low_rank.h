@@ -19,7 +19,8 @@ struct LowRankMatrix {
   size_t columns = 0;
   // How many pairs of vectors travel in its place; 0: it travels as it is.
   size_t rank = 0;
-  // If rank > 0, float32: what is still owed, `numElements`; and Q of the last round, [rank, columns].
+  // If rank > 0, float32, where the parameter is: what is still owed, `numElements`; and Q of the last round,
+  // [rank, columns].
   at::Tensor residual;
   at::Tensor vectors;
 };
@@ -28,6 +29,10 @@ struct LowRankMatrix {
 struct LowRankBucket {
   std::vector<LowRankMatrix> matrices;
   std::shared_ptr<const std::atomic<uint32_t>> firstRound;
+
+  // How many numbers travel first: all P, and the gradients that are no matrices; and then: all Q.
+  size_t firstElements() const;
+  size_t secondElements() const;
 };
 
 // The gradient of `parameter` with at most `rank` pairs of vectors; as it is where these would be no smaller.

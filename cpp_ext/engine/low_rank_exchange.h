@@ -38,22 +38,6 @@ class LowRankExchange final : public HostOperation {
     std::unique_ptr<HostOperation> second;
   };
 
-  static size_t firstElements(const LowRankBucket& bucket) {
-    size_t sum = 0;
-    for (const LowRankMatrix& matrix : bucket.matrices) {
-      sum += matrix.rank > 0 ? matrix.rank * matrix.rows : matrix.numElements;
-    }
-    return sum;
-  }
-
-  static size_t secondElements(const LowRankBucket& bucket) {
-    size_t sum = 0;
-    for (const LowRankMatrix& matrix : bucket.matrices) {
-      sum += matrix.rank * matrix.columns;
-    }
-    return sum;
-  }
-
   // `second` is null if there is no matrix to compress.
   LowRankExchange(const at::Tensor& flat, LowRankBucket bucket, at::Tensor firstBuffer,
                   at::Tensor secondBuffer, Exchanges exchanges)

@@ -6,33 +6,13 @@
 #include <stdexcept>
 
 #include "engine/errors.h"
-#include "engine/plan.h"
 #include "engine/ranges.h"
 #include "engine/schedule.h"
+#include "engine/stream_operation.h"
 
 namespace baguarun::engine {
 
 namespace {
-
-// torch 2.13 renamed two collectives and deprecated the old names; these take whichever this torch has.
-template <typename Pg>
-auto gatherInto(Pg& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.all_gather_single(output, input); }) {
-    return group.all_gather_single(output, input);
-  } else {
-    return group._allgather_base(output, input);
-  }
-}
-
-template <typename Pg>
-auto exchange(Pg& group, at::Tensor& output, at::Tensor& input) {
-  std::vector<int64_t> equalParts;
-  if constexpr (requires { group.all_to_all_single(output, input, equalParts, equalParts); }) {
-    return group.all_to_all_single(output, input, equalParts, equalParts);
-  } else {
-    return group.alltoall_base(output, input, equalParts, equalParts);
-  }
-}
 
 // Makes `stream` the current one of its device for as long as it lives.
 class StreamScope {
@@ -47,241 +27,6 @@ class StreamScope {
   const c10::impl::VirtualGuardImpl& device_;
   c10::Stream previous_;
 };
-
-// Everything that happens to one bucket, enqueued on the current stream; c10d's waits are waits of that
-// stream.
-class StreamOperation {
- public:
-  virtual ~StreamOperation() = default;
-  virtual void enqueue(c10::Stream stream) = 0;
-  virtual uint64_t bytesPerRound() const = 0;
-};
-
-class StreamReduce final : public StreamOperation {
- public:
-  StreamReduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType operation)
-      : group_(group), tensors_{tensor} {
-    options_.reduceOp = operation;
-  }
-
-  void enqueue(c10::Stream /*stream*/) override { group_->allreduce(tensors_, options_)->wait(); }
-
-  uint64_t bytesPerRound() const override {
-    const auto ranks = static_cast<uint64_t>(group_->getSize());
-    return 2 * (ranks - 1) * tensors_[0].nbytes() / ranks;
-  }
-
- private:
-  const Group group_;
-  std::vector<at::Tensor> tensors_;
-  c10d::AllreduceOptions options_;
-};
-
-// Encode all chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has
-// the size of the largest, as the collectives want equal parts.
-class StreamExchange final : public StreamOperation {
- public:
-  StreamExchange(const Group& group, const Bucket& bucket)
-      : group_(group),
-        rank_(static_cast<size_t>(group->getRank())),
-        size_(static_cast<size_t>(group->getSize())),
-        format_(bucket.operation.format()),
-        dtype_(codecType(bucket.flat.scalar_type())),
-        scale_(bucket.operation.average ? 1.0F / static_cast<float>(size_) : 1.0F),
-        layout_(static_cast<size_t>(bucket.flat.numel()), size_),
-        chunkBytes_(codec::encodedBytes(format_, layout_.stride())),
-        flat_(bucket.flat),
-        residual_(bucket.residual),
-        resultResidual_(bucket.resultResidual) {
-    const auto bytes = bucket.flat.options().dtype(at::kByte);
-    const auto total = static_cast<int64_t>(chunkBytes_ * size_);
-    outgoing_ = at::zeros({total}, bytes);
-    incoming_ = at::zeros({total}, bytes);
-    own_ = outgoing_.narrow(0, static_cast<int64_t>(chunkBytes_ * rank_), static_cast<int64_t>(chunkBytes_));
-    for (size_t peer = 0; peer < size_; ++peer) {
-      sources_.push_back(chunk(incoming_, peer));
-    }
-    if (resultResidual_.defined()) {
-      sum_ = at::empty_like(resultResidual_);
-    }
-  }
-
-  void enqueue(c10::Stream stream) override {
-    const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
-    for (size_t peer = 0; peer < size_; ++peer) {
-      encodeChunk(exec, peer);
-    }
-    exchange(*group_, incoming_, outgoing_)->wait();
-    reduceChunk(exec);
-    gatherInto(*group_, incoming_, own_)->wait();
-    for (size_t peer = 0; peer < size_; ++peer) {
-      if (layout_.numElements(peer) > 0) {
-        codec::decode(exec, format_, dtype_, chunk(incoming_, peer), layout_.numElements(peer), place(peer));
-      }
-    }
-  }
-
-  uint64_t bytesPerRound() const override { return 2 * (size_ - 1) * chunkBytes_; }
-
- private:
-  void* chunk(const at::Tensor& buffer, size_t rank) const {
-    return static_cast<char*>(buffer.data_ptr()) + rank * chunkBytes_;
-  }
-
-  void* place(size_t rank) const {
-    return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * flat_.element_size();
-  }
-
-  void encodeChunk(codec::Exec exec, size_t peer) {
-    const size_t numElements = layout_.numElements(peer);
-    if (numElements == 0) {
-      return;
-    }
-    if (residual_.defined()) {
-      codec::encodeWithResidual(exec, format_, dtype_, place(peer),
-                                residual_.data_ptr<float>() + layout_.begin(peer), numElements,
-                                chunk(outgoing_, peer));
-    } else {
-      codec::encode(exec, format_, dtype_, place(peer), numElements, chunk(outgoing_, peer));
-    }
-  }
-
-  void reduceChunk(codec::Exec exec) {
-    const size_t numElements = layout_.numElements(rank_);
-    if (numElements == 0) {
-      return;
-    }
-    void* const result = chunk(outgoing_, rank_);
-    if (resultResidual_.defined()) {
-      codec::reduceDecode(exec, format_, codec::DType::f32, sources_.data(), size_, scale_, numElements,
-                          sum_.data_ptr());
-      codec::encodeWithResidual(exec, format_, codec::DType::f32, sum_.data_ptr(),
-                                resultResidual_.data_ptr<float>(), numElements, result);
-    } else {
-      codec::reduceEncode(exec, format_, sources_.data(), size_, scale_, numElements, result);
-    }
-  }
-
-  const Group group_;
-  const size_t rank_;
-  const size_t size_;
-  const codec::Format format_;
-  const codec::DType dtype_;
-  const float scale_;
-  const ChunkLayout layout_;
-  const size_t chunkBytes_;
-  const at::Tensor flat_;
-  const at::Tensor residual_;
-  const at::Tensor resultResidual_;
-  // With error feedback: the own chunk's sum in fp32.
-  at::Tensor sum_;
-  at::Tensor outgoing_;
-  at::Tensor incoming_;
-  at::Tensor own_;
-  std::vector<const void*> sources_;
-};
-
-// The exchange by rail of rails.h: every rank sends each owner of its node that owner's shard, owners sum in
-// fp32 and exchange between nodes, and broadcast the results in their node.
-//
-// Collectives of three communicators, one after the other on the caller's stream and so in one order on all
-// ranks.
-class StreamRailExchange final : public StreamOperation {
- public:
-  explicit StreamRailExchange(const Bucket& bucket)
-      : rails_(bucket.operation.rails),
-        place_(static_cast<size_t>(rails_->nodeGroup->getRank())),
-        dtype_(codecType(bucket.flat.scalar_type())),
-        scale_(bucket.operation.average
-                   ? static_cast<float>(rails_->numNodes) / static_cast<float>(rails_->numRanks)
-                   : 1.0F),
-        layout_(static_cast<size_t>(bucket.flat.numel()), rails_->numRails) {
-    const size_t size = rails_->node.size();
-    for (size_t place = 0; place < size; ++place) {
-      shards_.push_back(bucket.flat.narrow(0, place < rails_->numRails ? begin(place) : 0,
-                                           place < rails_->numRails ? numElements(place) : 0));
-    }
-    const at::Tensor& own = shards_[place_];
-    for (size_t place = 0; place < size; ++place) {
-      contributions_.push_back(at::zeros_like(own));
-      sources_.push_back(contributions_.back().data_ptr());
-    }
-    if (own.numel() > 0) {
-      sum_ = dtype_ == codec::DType::f32 ? own : at::zeros_like(own, own.options().dtype(at::kFloat));
-      Bucket between = bucket;
-      between.flat = sum_;
-      between.operation.rails = nullptr;
-      if (between.residual.defined()) {
-        between.residual = bucket.residual.narrow(0, begin(place_), numElements(place_));
-      }
-      between_ = std::make_unique<StreamExchange>(rails_->railGroup, between);
-    }
-  }
-
-  void enqueue(c10::Stream stream) override {
-    const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
-    rails_->nodeGroup->alltoall(contributions_, shards_)->wait();
-    if (between_) {
-      const size_t count = layout_.numElements(place_);
-      codec::reduceDecode(exec, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(),
-                          scale_, count, sum_.data_ptr());
-      between_->enqueue(stream);
-      if (dtype_ != codec::DType::f32) {
-        codec::encode(exec, plainWire(dtype_), codec::DType::f32, sum_.data_ptr(), count,
-                      shards_[place_].data_ptr());
-      }
-    }
-    for (size_t owner = 0; owner < rails_->numRails; ++owner) {
-      if (shards_[owner].numel() > 0) {
-        std::vector<at::Tensor> result{shards_[owner]};
-        c10d::BroadcastOptions fromOwner;
-        fromOwner.rootRank = static_cast<int64_t>(owner);
-        rails_->nodeGroup->broadcast(result, fromOwner)->wait();
-      }
-    }
-  }
-
-  uint64_t bytesPerRound() const override {
-    uint64_t bytes = between_ ? between_->bytesPerRound() : 0;
-    for (size_t place = 0; place < shards_.size(); ++place) {
-      bytes += place == place_ ? 0 : shards_[place].nbytes() + shards_[place_].nbytes();
-    }
-    return bytes;
-  }
-
- private:
-  int64_t begin(size_t rail) const { return static_cast<int64_t>(layout_.begin(rail)); }
-  int64_t numElements(size_t rail) const { return static_cast<int64_t>(layout_.numElements(rail)); }
-
-  const std::shared_ptr<const Rails> rails_;
-  const size_t place_;
-  const codec::DType dtype_;
-  const float scale_;
-  const ChunkLayout layout_;
-  // By place: the slice of the bucket that it owns, empty for those that own nothing.
-  std::vector<at::Tensor> shards_;
-  std::vector<at::Tensor> contributions_;
-  std::vector<const void*> sources_;
-  at::Tensor sum_;
-  // Absent where this rank owns nothing.
-  std::unique_ptr<StreamExchange> between_;
-};
-
-std::unique_ptr<StreamOperation> makeStreamOperation(const Group& group, const Bucket& bucket) {
-  switch (bucket.operation.kind) {
-    case OperationKind::kScatterReduceGather:
-      if (bucket.operation.rails) {
-        return std::make_unique<StreamRailExchange>(bucket);
-      }
-      return std::make_unique<StreamExchange>(group, bucket);
-    case OperationKind::kPowerSgd:
-      throw UsageFailure("low-rank compression is not there on accelerators yet; want the model on the CPU");
-    case OperationKind::kAllReduce:
-      return std::make_unique<StreamReduce>(
-          group, bucket.flat, bucket.operation.average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
-  }
-  throw std::logic_error("unknown kind of operation");
-}
 
 // All operations of the plan on one communication stream, in launch order. The host never waits.
 class StreamSchedule final : public Schedule {
@@ -322,14 +67,14 @@ class StreamSchedule final : public Schedule {
       follow(writer);
     }
     writers_[index].clear();
-    run(index, labels_[index], *operations_[index], momenta_[index].get(), kept_[index].get());
+    run(index, round, labels_[index], *operations_[index], momenta_[index].get(), kept_[index].get());
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
     tracks_.full(operations_.size(), round);
-    StreamReduce reduce(group_, flags, c10d::ReduceOp::MAX);
+    const auto reduce = makeStreamReduce(group_, flags, c10d::ReduceOp::MAX);
     follow(impl_.getStream(device_));
-    run(operations_.size(), "agreement on used parameters", reduce);
+    run(operations_.size(), round, "agreement on used parameters", *reduce);
   }
 
   void finish() override {
@@ -368,7 +113,7 @@ class StreamSchedule final : public Schedule {
     ready_.block(stream_);
   }
 
-  void run(size_t index, const std::string& label, StreamOperation& operation,
+  void run(size_t index, uint32_t round, const std::string& label, StreamOperation& operation,
            MomentumResult* momentum = nullptr, KeptResiduals* kept = nullptr) {
     if (!failure_.empty()) {
       return;
@@ -380,7 +125,7 @@ class StreamSchedule final : public Schedule {
       if (kept != nullptr) {
         kept->beforeWrite();
       }
-      operation.enqueue(stream_);
+      operation.enqueue(stream_, round);
       if (momentum != nullptr) {
         momentum->finish();
       }

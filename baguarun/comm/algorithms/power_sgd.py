@@ -22,7 +22,7 @@ from baguarun.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Algorithm):
-    """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2), in the engine, on the CPU.
+    """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2), in the engine.
 
     A gradient of m x k numbers (a tensor of more dimensions: its outermost one, and all others) becomes P Q',
     of m x rank and k x rank, averaged over the ranks one after the other. What that lacks is added to the
@@ -46,11 +46,6 @@ class PowerSGD(Algorithm):
         require_range(self.name, "start_step", self.start_step, 0, 2**31)
 
     def operation(self, dtype: torch.dtype, device: torch.device) -> Operation:
-        if device.type != "cpu":
-            raise UsageError(
-                f"{self.name}: the model is on {device}; want it on the CPU, for low-rank compression is not "
-                "there on accelerators yet"
-            )
         if dtype not in WIRE_OF_DTYPE:
             return full_precision(dtype, device, average=True)
         return Operation(kind=OperationKind.POWER_SGD, matrix_rank=self.rank)
@@ -74,7 +69,7 @@ class LowRankMemory:
         self._committed: tuple[int, torch.Tensor] | None = None
         generator = torch.Generator().manual_seed(0)
         for vectors in self._vectors():
-            vectors.normal_(generator=generator)
+            vectors.copy_(torch.empty(vectors.shape).normal_(generator=generator))
         engine.compress_after(settings.start_step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,10 +129,11 @@ class LowRankMemory:
             self.load_state_dict(left)
             if (then := left["committed"]) is not None:
                 self._committed = then["steps"], in_a_row(then["vectors"])
-        source, steps = source_of(0 if left is None else left["steps"], group, torch.device("cpu"))
+        source, steps = source_of(0 if left is None else left["steps"], group)
         vectors = self._all_vectors()
-        share([vectors], source, group)
-        self._put_back(vectors)
+        if vectors.numel() > 0:
+            share([vectors], source, group)
+            self._put_back(vectors)
         self._count(steps)
 
     @property
@@ -167,4 +163,4 @@ class LowRankMemory:
 
 
 def in_a_row(vectors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.empty(0), *(each.flatten() for each in vectors)])
+    return torch.cat([each.flatten() for each in vectors]) if vectors else torch.empty(0)

@@ -153,7 +153,7 @@ class _Warmup(GradientStages):
 
     def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
         """Collective. All ranks count rounds as one with most of them does, and roll back from there."""
-        _, rounds = source_of(0 if left is None else left["rounds"], group, torch.device("cpu"))
+        _, rounds = source_of(0 if left is None else left["rounds"], group)
         self._count(rounds)
         then = None if left is None else left["committed"]
         self._committed = None if then is None else then["rounds"]

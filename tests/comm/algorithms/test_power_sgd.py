@@ -267,11 +267,6 @@ def test_two_vectors_per_pair_are_sent_in_place_of_the_matrix() -> None:
         assert compressed == pytest.approx(both_ways * (2 * 1300 + 300), rel=0.05)
 
 
-def test_another_device_than_the_cpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="the model is on cuda:0; want it on the CPU"):
-        PowerSGD().operation(torch.float32, torch.device("cuda:0"))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"rank": 0}, "rank=0; want 1 <= rank"), ({"start_step": -1}, "want 0 <= start_step")],
