@@ -11,13 +11,16 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from baguarun.comm.algorithms import device_differences
 from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
+from baguarun.comm.algorithms.device_differences import DeviceDifferences
 from baguarun.comm.algorithms.stepper import (
-    PendingExchange,
     StepContext,
     Stepper,
+    call,
     finish_at_exit,
     require_range,
+    start_messages,
 )
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.extension import load_extension
@@ -48,7 +51,8 @@ class LowPrecisionDecentralized(Algorithm):
     When the World changes, the exchange under way is dropped, every rank keeps its own weights, w begins as
     these, and the new neighbours send each other theirs in full.
 
-    On the CPU. Copies and w are fp32, of float64 weights float64; what travels is coded from fp32 always.
+    Copies and w are fp32, of float64 weights float64; what travels is coded from fp32 always. On CUDA an
+    exchange is enqueued, and its failure is NCCL's to report.
     """
 
     name: ClassVar[str] = "low_precision_decentralized"
@@ -100,11 +104,7 @@ class RingStepper(Stepper):
         super().__init__(context)
         self._settings = settings
         weights = context.weights.buffers
-        if weights[0].device.type != "cpu":
-            raise UsageError(
-                f"{settings.name}: the model is on {weights[0].device}; want it on the CPU, for the exchange "
-                "of coded differences is not there on accelerators yet"
-            )
+        self._device = weights[0].device
         # By rail: where weights become the node's. Not in place: if the exchange breaks, they are to stay.
         self._averages = context.weights.empty_copy() if self.rails is not None else weights
         ring, self._shard = _place(context)
@@ -121,15 +121,16 @@ class RingStepper(Stepper):
         self._sent_steps = 0
         self._extension = load_extension()
         # None: without a neighbour.
-        self._exchange: Any = None
-        if self._neighbours:
-            coded = self._part(self._averages)
-            self._exchange = self._extension.DifferenceExchange(
-                self._group,
-                getattr(self._extension.Wire, _WIRES[settings.bits].value),
-                list(zip(coded, self._own, map(list, zip(*self._copies, strict=True)), strict=True)),
-            )
+        self._exchange: Any = self._make_exchange() if self._neighbours else None
         finish_at_exit(self, RingStepper.finish)
+
+    def _make_exchange(self) -> Any:
+        wire = getattr(self._extension.Wire, _WIRES[self._settings.bits].value)
+        coded = self._part(self._averages)
+        replicas = list(zip(coded, self._own, map(list, zip(*self._copies, strict=True)), strict=True))
+        if self._device.type == "cpu":
+            return self._extension.DifferenceExchange(self._group, wire, replicas)
+        return DeviceDifferences(self._group, wire, replicas, self._neighbours)
 
     def before_forward(self) -> None:
         if self._linked or not self._neighbours:
@@ -265,9 +266,10 @@ class RingStepper(Stepper):
 
     def _differing_links(self) -> list[int]:
         """Positions of the neighbours with whom one of the two copies is wrong: both ends find the same."""
-        mine = self._extension.checksum(self._own)
-        theirs = [self._extension.checksum(copies) for copies in self._copies]
-        sent = [torch.tensor([mine, other]) for other in theirs]
+        checksum = self._extension.checksum if self._device.type == "cpu" else device_differences.checksum
+        mine = checksum(self._own)
+        theirs = [checksum(copies) for copies in self._copies]
+        sent = [torch.tensor([mine, other], device=self._device) for other in theirs]
         received = [torch.empty_like(tensor) for tensor in sent]
         self._swap(list(range(len(sent))), [[tensor] for tensor in sent], [[tensor] for tensor in received])
         return [
@@ -284,12 +286,10 @@ class RingStepper(Stepper):
         self, links: list[int], sent: list[list[torch.Tensor]], received: list[list[torch.Tensor]]
     ) -> None:
         """Give each neighbour of `links` its tensors and take the same from it."""
-        pending = []
-        for link, mine, theirs in zip(links, sent, received, strict=True):
-            peer = self._neighbours[link]
-            pending.append(PendingExchange(mine, theirs, self._group, to_rank=peer, from_rank=peer))
-        for each in pending:
-            each.wait()
+        peers = [self._neighbours[link] for link in links]
+        messages = zip(peers, sent, strict=True), zip(peers, received, strict=True)
+        for work in start_messages(self._group, *map(list, messages)):
+            call(work.wait)
 
 
 def _place(context: StepContext) -> tuple[tuple[int, ...], tuple[int, int]]:

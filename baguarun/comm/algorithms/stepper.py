@@ -112,7 +112,7 @@ class Stepper:
         """Rank of one with most steps, whose count becomes everybody's. Collective."""
         here = self.context
         own = 0 if left is None else int(left["steps"])
-        source, self.steps = source_of(own, here.group, here.weights.buffers[0].device)
+        source, self.steps = source_of(own, here.group)
         return source
 
     def average(self, tensors: Sequence[torch.Tensor]) -> Pending:
@@ -169,13 +169,13 @@ class PendingReduction:
             sum(tensor.nbytes for tensor in self._tensors),
         )
         kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
-        self._works: list[dist.Work] = _call(
+        self._works: list[dist.Work] = call(
             lambda: [dist.all_reduce(tensor, kind, group=group, async_op=True) for tensor in self._tensors]
         )
 
     def is_done(self) -> bool:
         """Whether `wait` returns at once. Does not block."""
-        done = all(_call(work.is_completed) for work in self._works)
+        done = all(call(work.is_completed) for work in self._works)
         if done:
             self._flight.end()
         return done
@@ -185,7 +185,7 @@ class PendingReduction:
         if not self._waited:
             with timeline.span("wait for weights", "wait"):
                 for work in self._works:
-                    _call(work.wait)
+                    call(work.wait)
             self._flight.end()
             if self._divisor > 1:
                 torch._foreach_div_(self._tensors, self._divisor)
@@ -208,17 +208,7 @@ class PendingExchange:
         self._received = list(received)
         sent_bytes = sum(tensor.nbytes for tensor in sent)
         self._flight = timeline.flight("exchange of weights", "wire", sent_bytes)
-        # Receives first: word of their room is not to wait behind what is sent. Tags tell tensors apart, so
-        # that one whose room is known does not wait for word of one before it.
-        operations = [
-            dist.P2POp(dist.irecv, other, group=group, group_peer=from_rank, tag=place)
-            for place, other in enumerate(self._received)
-        ]
-        operations += [
-            dist.P2POp(dist.isend, mine, group=group, group_peer=to_rank, tag=place)
-            for place, mine in enumerate(sent)
-        ]
-        self._works: list[dist.Work] = _call(lambda: dist.batch_isend_irecv(operations))
+        self._works = start_messages(group, [(to_rank, sent)], [(from_rank, self._received)])
 
     def wait(self) -> list[torch.Tensor]:
         """What was received; what was sent may be changed again."""
@@ -240,7 +230,30 @@ class PendingExchange:
     def _wait(self, works: Sequence[dist.Work]) -> None:
         with timeline.span("wait for weights", "wait"):
             for work in works:
-                _call(work.wait)
+                call(work.wait)
+
+
+def start_messages(
+    group: dist.ProcessGroup,
+    sent: Sequence[tuple[int, Sequence[torch.Tensor]]],
+    received: Sequence[tuple[int, Sequence[torch.Tensor]]],
+) -> list[dist.Work]:
+    """Start to send tensors to ranks of the group, and to fill others from ranks of it; each in its order.
+
+    All of a round belong into one call: NCCL runs what it is given together side by side, but one call after
+    the other, and on a ring of ranks these would wait for each other for ever. Backends that take them
+    together give one piece of work for all.
+    """
+    # Receives first: word of their room is not to wait behind what is sent. Tags tell tensors apart, so
+    # that one whose room is known does not wait for word of one before it.
+    operations = [
+        dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=place)
+        for kind, messages in ((dist.irecv, received), (dist.isend, sent))
+        for peer, tensors in messages
+        for place, tensor in enumerate(tensors)
+    ]
+    works: list[dist.Work] = call(lambda: dist.batch_isend_irecv(operations)) if operations else []
+    return works
 
 
 _Stepper = TypeVar("_Stepper", bound=Stepper)
@@ -301,7 +314,8 @@ def require_range(algorithm: str, field: str, value: float, low: float, high: fl
     raise UsageError(f"{algorithm}: {field}={value}; want {low} <= {field}{above}")
 
 
-def _call(operation: Any) -> Any:
+def call(operation: Any) -> Any:
+    """What `operation()` returns; its RuntimeError becomes a `CommunicationError`."""
     try:
         return operation()
     except RuntimeError as error:

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.algorithms import LowPrecisionDecentralized, resolve
+from baguarun.comm.algorithms import LowPrecisionDecentralized, device_differences, resolve
+from baguarun.comm.algorithms.device_differences import DeviceDifferences
 from baguarun.comm.algorithms.low_precision_decentralized import RingStepper
-from baguarun.comm.algorithms.stepper import StepContext
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.extension import load_extension
-from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 from baguarun.torch_api.algorithms.base import Algorithm as BaguaAlgorithm
 from baguarun.torch_api.algorithms.decentralized import LowPrecisionDecentralizedAlgorithm
@@ -107,10 +106,18 @@ def test_every_step_is_that_of_the_written_out_ring(
         assert_same_training([each[index] for each in found], expected)
 
 
-def exchange_large_buffers(dtype: torch.dtype, bits: int) -> None:
-    """Raises unless w follows the formula and neighbours' copies equal it, bit for bit, in every round."""
-    group = dist.group.WORLD
+def make_exchange(kind: str, bits: int, replicas: list[Any]) -> Any:
+    """The one of the CPU, or the one that is enqueued on accelerators."""
+    group, extension = dist.group.WORLD, load_extension()
     assert group is not None
+    wire = extension.Wire.__members__[WIRES[bits]]
+    if kind == "enqueued":
+        return DeviceDifferences(group, wire, replicas, neighbours(dist.get_rank(), dist.get_world_size()))
+    return extension.DifferenceExchange(group, wire, replicas)
+
+
+def exchange_large_buffers(kind: str, dtype: torch.dtype, bits: int) -> None:
+    """Raises unless w follows the formula and neighbours' copies equal it, bit for bit, in every round."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     replicas = []
@@ -119,8 +126,7 @@ def exchange_large_buffers(dtype: torch.dtype, bits: int) -> None:
         x = torch.zeros(num_elements, dtype=dtype)
         own = torch.zeros(num_elements, dtype=state_dtype)
         replicas.append((x, own, [own.clone() for _ in neighbours(rank, world_size)]))
-    extension = load_extension()
-    exchange = extension.DifferenceExchange(group, extension.Wire.__members__[WIRES[bits]], replicas)
+    exchange = make_exchange(kind, bits, replicas)
     for _ in range(3):
         exchange.wait()
         expected = []
@@ -140,20 +146,20 @@ def exchange_large_buffers(dtype: torch.dtype, bits: int) -> None:
                 assert torch.equal(copy, everyone[peer][index])
 
 
+@pytest.mark.parametrize("kind", ["on the host", "enqueued"])
 @pytest.mark.parametrize(
     ("world_size", "dtype", "bits"),
     [(2, torch.float32, 8), (3, torch.bfloat16, 4), (4, torch.float32, 4), (4, torch.float64, 8)],
 )
-def test_copies_equal_what_they_are_copies_of(world_size: int, dtype: torch.dtype, bits: int) -> None:
-    run_for_tensors(exchange_large_buffers, world_size, dtype, bits)
+def test_copies_equal_what_they_are_copies_of(
+    world_size: int, dtype: torch.dtype, bits: int, kind: str
+) -> None:
+    run_for_tensors(exchange_large_buffers, world_size, kind, dtype, bits)
 
 
-def exchange_with_and_without_waiting(bits: int) -> None:
+def exchange_with_and_without_waiting(kind: str, bits: int) -> None:
     """Raises unless what comes in on the way of the next exchange makes the same bits as if waited for."""
-    group = dist.group.WORLD
-    assert group is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    extension = load_extension()
     found = []
     for waits in (True, False):
         torch.manual_seed(rank)
@@ -162,7 +168,7 @@ def exchange_with_and_without_waiting(bits: int) -> None:
             own = torch.zeros(num_elements)
             copies = [own.clone() for _ in neighbours(rank, world_size)]
             replicas.append((own.clone(), own, copies))
-        exchange = extension.DifferenceExchange(group, extension.Wire.__members__[WIRES[bits]], replicas)
+        exchange = make_exchange(kind, bits, replicas)
         for _ in range(4):
             for x, _, _ in replicas:
                 x.add_(torch.randn(x.numel()))
@@ -175,9 +181,29 @@ def exchange_with_and_without_waiting(bits: int) -> None:
         assert torch.equal(waited_for, taken_in_passing)
 
 
+@pytest.mark.parametrize("kind", ["on the host", "enqueued"])
 @pytest.mark.parametrize(("world_size", "bits"), [(2, 8), (3, 4)])
-def test_what_came_meanwhile_is_taken_in_by_the_next_exchange(world_size: int, bits: int) -> None:
-    run_for_tensors(exchange_with_and_without_waiting, world_size, bits)
+def test_what_came_meanwhile_is_taken_in_by_the_next_exchange(world_size: int, bits: int, kind: str) -> None:
+    run_for_tensors(exchange_with_and_without_waiting, world_size, kind, bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_checksum_of_the_device_sees_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(1.0, 50.0, dtype=dtype), torch.zeros(3, dtype=dtype)]
+    words = [tensor.view(torch.int32) for tensor in tensors]
+    sums = {device_differences.checksum(tensors)}
+    changes = 0
+    for view in words:
+        for place in range(view.numel()):
+            for bit in (0, 15, 31):
+                change = (1 << bit) - (1 << 32 if bit == 31 else 0)
+                view[place] ^= change
+                sums.add(device_differences.checksum(tensors))
+                view[place] ^= change
+                changes += 1
+    tensors[0][[4, 40]] = tensors[0][[40, 4]]
+    sums.add(device_differences.checksum(tensors))
+    assert len(sums) == changes + 2
 
 
 def ring(model: DistributedDataParallel) -> RingStepper:
@@ -342,12 +368,6 @@ def test_a_neighbour_that_is_gone_ends_the_next_step_with_its_name() -> None:
 def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LowPrecisionDecentralized(**settings)
-
-
-def test_weights_on_another_device_than_the_cpu_are_refused() -> None:
-    weights = FlatWeights([("weight", torch.nn.Parameter(torch.ones(3, device="meta")))])
-    with pytest.raises(UsageError, match="the model is on meta; want it on the CPU"):
-        LowPrecisionDecentralized().make_stepper(StepContext(weights=weights, group=dist.group.WORLD))
 
 
 def test_it_is_known_by_name_and_by_baguas_names() -> None:
