@@ -17,12 +17,11 @@ little. Needs a GPU and the extension built with CUDA. `--device cpu` tries the 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-
-import torch
 
 from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, ByteGrad, DiLoCo, LocalSGD, QAdam
 from benchmarks.gpu import NCCL_ON_ONE_GPU
@@ -117,18 +116,26 @@ def _row(what: str, story: Story, problems: list[str]) -> Row:
     )
 
 
+def gpu_name() -> str:
+    """Empty without a GPU. Another process asks: workers are forks of this one, and CUDA survives no fork."""
+    program = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parser("gpu_elastic", __doc__ or "")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = options.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
+    gpu = gpu_name() if args.device == "cuda" else ""
+    if args.device == "cuda" and not gpu:
         print("no GPU here: nothing was checked", file=sys.stderr)
         return 1
     os.environ.update(NCCL_ON_ONE_GPU)
     fake_agent.DEADLINE_S = _PATIENCE_S
     report = Report(name="gpu_elastic", title=f"losses and joins on {args.device}", quick=args.quick)
-    if args.device == "cuda":
-        report.facts["gpu"] = torch.cuda.get_device_name(0)
+    if gpu:
+        report.facts["gpu"] = gpu
     with tempfile.TemporaryDirectory() as folder:
         points = _POINTS[:1] if args.quick else _POINTS
         algorithms = (*_IN_STEP, *_OUT_OF_STEP)
