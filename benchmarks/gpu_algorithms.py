@@ -7,7 +7,8 @@
 - The same numbers coded on the CPU and on CUDA: the same bytes, and decoded the same bits; with NaN, Inf,
   zeros and a tail.
 - Three steps of every algorithm with two NCCL ranks on one GPU, which works when each has its own
-  NCCL_HOSTID, against two Gloo ranks on the CPU; and by rail with four, as two nodes of two. Gradients are
+  NCCL_HOSTID, against two Gloo ranks on the CPU; with three of those that go round a ring; and by rail with
+  four, as two nodes of two. Gradients are
   chosen (the loss is the inner product of every parameter with a random tensor), so that kernels of other
   libraries have no part in it. One that refuses is missed: every algorithm is to take its steps there.
 - `--sanitize`: the kernels again under compute-sanitizer's memcheck and racecheck.
@@ -53,7 +54,6 @@ from baguarun.comm.algorithms import (
 from baguarun.comm.extension import load_extension
 from baguarun.errors import UsageError
 from benchmarks.gpu import BUCKET_CAP_MB, NCCL_ON_ONE_GPU, SHAPES, STEPS
-from benchmarks.gpu import RANKS as NODES
 from benchmarks.harness import REPOSITORY, Report, Row, finish, parser
 
 _WIRES = ("F16", "BF16", "MINMAX8", "MINMAX4", "SIGN1", "TOPK", "RANDOMK")
@@ -251,6 +251,12 @@ def weights_after_steps(algorithm: Algorithm, device: str) -> list[torch.Tensor]
     return [parameter.detach().cpu().clone() for parameter in module.parameters()]
 
 
+def _runs_on_rings() -> dict[str, Algorithm]:
+    """Those that with three ranks have another partner in each step, or two."""
+    chosen = ("decentralized, ", "low_precision")
+    return {name: algorithm for name, algorithm in _runs().items() if name.startswith(chosen)}
+
+
 def _runs_by_rail() -> dict[str, Algorithm]:
     """Those that can exchange by rail, told to."""
     return {
@@ -265,25 +271,26 @@ def work(device: str, folder: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)
     baguarun.init_process_group(backend="nccl" if device == "cuda" else "gloo")
-    runs = _runs() if dist.get_world_size() == NODES else _runs_by_rail()
+    is_flat = os.environ["LOCAL_WORLD_SIZE"] == "1"
+    runs = (_runs() if dist.get_world_size() == 2 else _runs_on_rings()) if is_flat else _runs_by_rail()
     found = {name: weights_after_steps(algorithm, device) for name, algorithm in runs.items()}
     torch.save(found, folder / f"{device}-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_ranks(device: str, folder: Path, ranks_per_node: int) -> list[dict[str, Any]]:
-    """What each rank of two nodes found."""
+def run_ranks(device: str, folder: Path, num_nodes: int, ranks_per_node: int) -> list[dict[str, Any]]:
+    """What each rank found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = range(NODES * ranks_per_node)
+    ranks = range(num_nodes * ranks_per_node)
     processes = []
     for rank in ranks:
         env = os.environ | NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"baguarun-rank{rank}"}
         env |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
         env |= {"LOCAL_RANK": str(rank % ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
-        env |= {"GROUP_RANK": str(rank // ranks_per_node), "GROUP_WORLD_SIZE": str(NODES)}
+        env |= {"GROUP_RANK": str(rank // ranks_per_node), "GROUP_WORLD_SIZE": str(num_nodes)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         argv = [
             sys.executable,
@@ -305,13 +312,14 @@ def run_ranks(device: str, folder: Path, ranks_per_node: int) -> list[dict[str, 
     return [torch.load(folder / f"{device}-{rank}.pt") for rank in ranks]
 
 
-def steps(device: str, ranks_per_node: int) -> list[Row]:
+def steps(device: str, num_nodes: int, ranks_per_node: int) -> list[Row]:
     """Largest difference between weights on `device` and on the CPU, by algorithm."""
     with tempfile.TemporaryDirectory() as folder:
-        here, there = (run_ranks(each, Path(folder), ranks_per_node) for each in ("cpu", device))
+        here, there = (run_ranks(each, Path(folder), num_nodes, ranks_per_node) for each in ("cpu", device))
+    way = f"{num_nodes} ranks" if ranks_per_node == 1 else "by rail"
     return [
         _step_row(
-            name if ranks_per_node == 1 else f"{name} by rail",
+            f"{name}, {way}",
             device,
             [rank[name] for rank in here],
             [rank[name] for rank in there],
@@ -340,7 +348,7 @@ def _step_row(
         peer="Gloo on the CPU",
         ours=f"refused: {refusal}" if refusal else f"{gap:.1e}",
         value=math.inf if refusal else gap,
-        target=_CLOSE.get(name, _SAME) if is_compared or refusal else None,
+        target=_CLOSE.get(name.partition(",")[0], _SAME) if is_compared or refusal else None,
     )
 
 
@@ -351,7 +359,8 @@ def _exact(numbers: torch.Tensor) -> torch.Tensor:
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
     """Of what is larger than 1, as a share of it: QAdam's steps are large where a gradient was small."""
-    return float(((one - other).abs() / one.abs().clamp(min=1)).max())
+    gap = float(((one - other).abs() / one.abs().clamp(min=1)).max())
+    return math.inf if math.isnan(gap) else gap
 
 
 def sanitize(device: str) -> list[Row]:
@@ -393,8 +402,9 @@ def main(argv: list[str] | None = None) -> int:
     report.rows += parity(args.device)
     report.rows += kernels(args.device, *((_QUICK_NUMBERS, 1) if args.quick else (_NUMBERS, _REPEATS)))
     if not args.kernels_only:
-        report.rows += steps(args.device, ranks_per_node=1)
-        report.rows += steps(args.device, ranks_per_node=2)
+        # Two, three on a ring with two neighbours each, and two nodes of two.
+        for num_nodes, ranks_per_node in ((2, 1), (3, 1), (2, 2)):
+            report.rows += steps(args.device, num_nodes, ranks_per_node)
     if args.sanitize:
         report.rows += sanitize(args.device)
     return finish(report, args)

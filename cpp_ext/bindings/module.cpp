@@ -3,7 +3,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings/backend.h"

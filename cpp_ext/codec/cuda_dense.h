@@ -14,7 +14,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // Four levels in a word, the first lowest. Below 0 counts as 0, and above the greatest as that.
 template <unsigned levels>
 __device__ uint32_t packed(const int (&level)[kQuad]) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
   uint32_t upper;
   uint32_t word;
   if constexpr (levels == 256) {

@@ -1,5 +1,5 @@
-// topk and randomk on CUDA. Included by codec_cuda.cu only. All functions are called by all threads of a
-// block, and end with a barrier, so that the shared memory is free again.
+// topk and randomk on CUDA. Included by codec_cuda.cu only. loadKept, emitTop and emitRandom are called by
+// all threads of a block, and end with a barrier, so that the shared memory is free again.
 #pragma once
 
 #include "cuda_load.h"

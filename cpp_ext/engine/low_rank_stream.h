@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <limits>
 #include <memory>
@@ -18,7 +19,8 @@ namespace baguarun::engine {
 // too, is decided on the device.
 //
 // All ranks get the same bits if their GPUs are of one kind: what follows the exchanges of P and Q is left to
-// torch's kernels, which may sum up in another order on another kind.
+// torch's kernels, which may sum up in another order on another kind. Autocast leaves them alone; TF32, where
+// it is allowed for matrix products, is used for these, too.
 class StreamLowRank final : public StreamOperation {
  public:
   // As LowRankExchange::Exchanges.
@@ -60,11 +62,14 @@ class StreamLowRank final : public StreamOperation {
   }
 
   void enqueue(c10::Stream stream, uint32_t round) override {
-    if (round < firstRound_->load()) {
+    compresses_ = round >= firstRound_->load();
+    if (!compresses_) {
       exchanges_.whole->enqueue(stream, round);
       return;
     }
     const at::NoGradGuard noGrad;
+    // A backward inside of torch.autocast would multiply in 16 bits, where Q may overflow.
+    const c10::impl::ExcludeDispatchKeyGuard noAutocast(c10::autocast_dispatch_keyset);
     for (const Whole& each : whole_) {
       each.sent.copy_(each.gradient);
     }
@@ -87,6 +92,9 @@ class StreamLowRank final : public StreamOperation {
   }
 
   uint64_t bytesPerRound() const override {
+    if (!compresses_) {
+      return exchanges_.whole->bytesPerRound();
+    }
     return exchanges_.first->bytesPerRound() + (exchanges_.second ? exchanges_.second->bytesPerRound() : 0);
   }
 
@@ -152,7 +160,7 @@ class StreamLowRank final : public StreamOperation {
 
   // Q has come from all: the gradient becomes P Q', the residual what that lacks; the next round begins with
   // this one's Q, but for vectors of zeros. If some rank's numbers are not finite, the gradient is NaN and
-  // the rest stays what it was.
+  // the rest stays what it was (the residual to rounding).
   static void decompress(Compressed& each) {
     const at::Tensor finite = isFinite(each.q);
     const at::Tensor product = at::mm(each.p.t(), each.q);
@@ -170,6 +178,7 @@ class StreamLowRank final : public StreamOperation {
   const Exchanges exchanges_;
   std::vector<Whole> whole_;
   std::vector<Compressed> compressed_;
+  bool compresses_ = false;
 };
 
 }  // namespace baguarun::engine

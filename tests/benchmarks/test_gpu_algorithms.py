@@ -14,6 +14,11 @@ def test_an_algorithm_that_refuses_the_device_is_missed() -> None:
     assert "the model is on cuda" in row.ours
 
 
+def test_a_weight_that_is_no_number_on_one_device_is_missed() -> None:
+    here, there = [torch.ones(2), torch.ones(2)], [torch.tensor([1.0, torch.nan]), torch.ones(2)]
+    assert not _step_row("bytegrad", "cuda", [here, here], [here, there]).reached
+
+
 def test_weights_must_be_the_cpus_unless_they_depend_on_when_messages_come() -> None:
     here, there = [torch.ones(2)], [torch.tensor([1.0, 1.5])]
     row = _step_row("bytegrad", "cuda", [here, here], [here, there])

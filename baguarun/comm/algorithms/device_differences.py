@@ -6,7 +6,8 @@ messages that are enqueued. Nothing of a round waits on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from baguarun.comm.algorithms.stepper import call, start_messages
 from baguarun.comm.extension import load_extension
+from baguarun.errors import CommunicationError
 
 _PART = 1 << 24
 """Numbers that are worked on at once: so much more memory is needed for what lies between the operations."""
@@ -38,7 +40,9 @@ class DeviceDifferences:
     `replicas` are (x, w, copies), one-dimensional and of one length each, on one accelerator; w and its
     copies are fp32, for float64 weights float64. `neighbours` are ranks of the group, one for each copy.
 
-    Methods enqueue on the current stream. All ranks call them equally often.
+    Methods enqueue on the current stream. All ranks call them equally often. An error is raised again by
+    every later call. What NCCL breaks off the host learns of too late: a message of which half had come may
+    be in the weights then; one of which nothing had is not.
     """
 
     def __init__(
@@ -59,33 +63,43 @@ class DeviceDifferences:
         # Of the round under way; none: its copies are what they are copies of.
         self._works: list[dist.Work] = []
         self._sent: list[torch.Tensor] = []
+        self._failure: CommunicationError | None = None
 
     def start(self) -> None:
         """Begin a round, after the one before."""
-        self._take_in()
-        self._sent = [self._encode_change(part) for part in self._parts]
-        self._works = start_messages(
-            self._group,
-            [(peer, self._sent) for peer in self._neighbours],
-            [
-                (peer, [part.received[index] for part in self._parts])
-                for index, peer in enumerate(self._neighbours)
-            ],
-        )
+        with self._remembered():
+            self._take_in()
+            self._sent = [self._encode_change(part) for part in self._parts]
+            self._works = start_messages(
+                self._group,
+                [(peer, self._sent) for peer in self._neighbours],
+                [
+                    (peer, [part.received[index] for part in self._parts])
+                    for index, peer in enumerate(self._neighbours)
+                ],
+            )
+
+    def join(self) -> None:
+        """Have the current stream wait for the messages of the round under way."""
+        with self._remembered():
+            for work in self._works:
+                call(work.wait)
 
     def wait(self) -> None:
         """Until all copies are what they are copies of; the host waits, too."""
-        self._take_in()
-        device = self._shares.device
-        if device.type != "cpu":
-            call(torch.accelerator.current_stream(device).synchronize)
+        with self._remembered():
+            self._take_in()
+            device = self._shares.device
+            if device.type != "cpu":
+                call(torch.accelerator.current_stream(device).synchronize)
 
     def bytes_per_round(self) -> int:
         return sum(room.nbytes for part in self._parts for room in part.received)
 
     def _part(self, weights: torch.Tensor, own: torch.Tensor, copies: list[torch.Tensor]) -> _Part:
         size = self._codec.encoded_bytes(self._wire, own.numel())
-        room = [torch.empty(size, dtype=torch.uint8, device=own.device) for _ in copies]
+        # All zeros are a coded change of nothing.
+        room = [torch.zeros(size, dtype=torch.uint8, device=own.device) for _ in copies]
         return _Part(weights=weights, own=own, copies=copies, received=room)
 
     def _take_in(self) -> None:
@@ -96,7 +110,18 @@ class DeviceDifferences:
             for part in self._parts:
                 for copy, room in zip(part.copies, part.received, strict=True):
                     copy.add_(self._decode(room, copy))
+                    room.zero_()
         self._works, self._sent = [], []
+
+    @contextmanager
+    def _remembered(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except CommunicationError as error:
+            self._failure = error
+            raise
 
     def _encode_change(self, part: _Part) -> torch.Tensor:
         """q = Q((x - w) + sum(c - w)/(k+1)); w becomes w + deQ(q), and x that."""

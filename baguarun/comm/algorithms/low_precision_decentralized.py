@@ -52,7 +52,7 @@ class LowPrecisionDecentralized(Algorithm):
     these, and the new neighbours send each other theirs in full.
 
     Copies and w are fp32, of float64 weights float64; what travels is coded from fp32 always. On CUDA an
-    exchange is enqueued, and its failure is NCCL's to report.
+    exchange is enqueued; its failure is NCCL's to report, and may leave half of a message in the weights.
     """
 
     name: ClassVar[str] = "low_precision_decentralized"
@@ -205,7 +205,7 @@ class RingStepper(Stepper):
         else:
             self.rounds += 1
             self.bytes_sent += rails.bytes_per_exchange(self._averages, sends=False)
-            # There, not here: if it breaks, those of the node who wait for the result are told.
+            # There, not here: if it breaks, those of the node who wait for the result are told (on the CPU).
             rails.average_in_nodes(self._averages, self._exchange_changes).wait()
         torch._foreach_copy_(weights, self._averages)
 
@@ -215,6 +215,9 @@ class RingStepper(Stepper):
         self.bytes_sent += self._exchange.bytes_per_round()
         with self._named():
             self._exchange.start()
+            if self.rails is not None and isinstance(self._exchange, DeviceDifferences):
+                # What NCCL does in two groups at a time on one device may wait for each other.
+                self._exchange.join()
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -69,7 +69,8 @@ class LowRankMemory:
         self._committed: tuple[int, torch.Tensor] | None = None
         generator = torch.Generator().manual_seed(0)
         for vectors in self._vectors():
-            vectors.copy_(torch.empty(vectors.shape).normal_(generator=generator))
+            drawn = torch.empty(vectors.shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+            vectors.copy_(drawn)
         engine.compress_after(settings.start_step)
 
     def state_dict(self) -> dict[str, Any]:
