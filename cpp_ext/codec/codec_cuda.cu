@@ -180,11 +180,20 @@ __device__ void transcodeBlock(const Task& task, Block block) {
   }
 }
 
-// How many blocks of threads a multiprocessor is to have room for; registers are given out accordingly.
-// Measured: docs/results/gpu_algorithms.json.
+// Threads that a multiprocessor has room for: CUDA C++ Programming Guide, compute capabilities.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kResidentThreads = 1024;
+#elif defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
+constexpr int kResidentThreads = 1536;
+#else
+constexpr int kResidentThreads = 2048;
+#endif
+
+// How many blocks of threads it is to hold at least; registers are given out accordingly. As measured on an
+// H100: docs/results/gpu_algorithms.json.
 constexpr int blocksAtOnce(Mode mode) {
-  if (mode == Mode::feedback) return 4;
-  return mode == Mode::reduce ? 6 : 8;
+  const int wanted = mode == Mode::feedback ? 4 : mode == Mode::reduce ? 6 : 8;
+  return wanted * kThreads <= kResidentThreads ? wanted : kResidentThreads / kThreads;
 }
 
 template <Wire in, Wire out, Mode mode>
