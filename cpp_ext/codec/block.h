@@ -57,14 +57,14 @@ BAGUARUN_HOST_DEVICE inline size_t blockLength(size_t numel, size_t block) {
   return left < kBlockElems ? left : kBlockElems;
 }
 
-// Where the bytes of a block begin in a chunk of `numel` numbers, with `levels` (256 or 16) points in a grid.
-BAGUARUN_HOST_DEVICE inline size_t levelsOffset(unsigned levels, size_t numel, size_t block) {
-  return blockCount(numel) * sizeof(Header) + block * (levels == 256 ? kBlockElems : kBlockElems / 2);
+// Where the bytes of a block begin in a chunk of `count` blocks, with `levels` (256 or 16) points in a grid.
+BAGUARUN_HOST_DEVICE inline size_t levelsOffset(unsigned levels, size_t count, size_t block) {
+  return count * sizeof(Header) + block * (levels == 256 ? kBlockElems : kBlockElems / 2);
 }
 
-// Where the bits of a block begin in a sign1 chunk of `numel` numbers.
-BAGUARUN_HOST_DEVICE inline size_t signsOffset(size_t numel, size_t block) {
-  return blockCount(numel) * sizeof(float) + block * (kBlockElems / 8);
+// Where the bits of a block begin in a sign1 chunk of `count` blocks.
+BAGUARUN_HOST_DEVICE inline size_t signsOffset(size_t count, size_t block) {
+  return count * sizeof(float) + block * (kBlockElems / 8);
 }
 
 // To the nearest integer, ties to even, for |x| < 2^31. Not rintf, which is a library call on plain x86-64;

@@ -79,11 +79,11 @@ size_t payloadBytes(Format format, size_t numel) {
     case Wire::bf16:
       return numel * sizeof(uint16_t);
     case Wire::minmax8:
-      return levelsOffset(256, numel, 0) + numel;
+      return levelsOffset(256, blockCount(numel), 0) + numel;
     case Wire::minmax4:
-      return levelsOffset(16, numel, 0) + numel / 2 + numel % 2;
+      return levelsOffset(16, blockCount(numel), 0) + numel / 2 + numel % 2;
     case Wire::sign1:
-      return signsOffset(numel, 0) + numel / 8 + (numel % 8 != 0);
+      return signsOffset(blockCount(numel), 0) + numel / 8 + (numel % 8 != 0);
     case Wire::topk:
       return keptInAll(format.keep, numel) * (sizeof(float) + sizeof(uint16_t));
     case Wire::randomk:

@@ -16,8 +16,8 @@ namespace baguarun::codec::cuda {
 namespace {
 
 constexpr size_t kMostSources = 64;  // in one kernel's parameters
-constexpr uint32_t kMostBlocks =
-    1 << 20;  // of threads in a launch; each goes on to the next blocks of numbers
+// Of threads in a launch; each goes on to the next blocks of numbers.
+constexpr uint32_t kMostBlocks = 1 << 20;
 
 struct Sources {
   const void* src[kMostSources];

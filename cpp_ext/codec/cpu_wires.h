@@ -174,7 +174,7 @@ class MinMaxWire {
   template <class Quantise>
   void write(Grid grid, Span at, void* chunk, Quantise quantise) const {
     setItemAt(chunk, 0, at.block, grid.header);
-    auto* payload = static_cast<uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
+    auto* payload = static_cast<uint8_t*>(chunk) + levelsOffset(levels, blockCount(at.numel), at.block);
     if constexpr (levels == 256) {
       quantise(payload);
     } else {
@@ -185,7 +185,8 @@ class MinMaxWire {
   }
 
   const uint8_t* payloadIn(const void* chunk, Span at, [[maybe_unused]] Bytes& room) const {
-    const auto* payload = static_cast<const uint8_t*>(chunk) + levelsOffset(levels, at.numel, at.block);
+    const auto* payload =
+        static_cast<const uint8_t*>(chunk) + levelsOffset(levels, blockCount(at.numel), at.block);
     if constexpr (levels != 256) {
       path_.unpackLevels(payload, at.n, room.q);
       payload = room.q;
@@ -246,7 +247,7 @@ class SignWire {
   template <class Take>
   static void write(Prepared scale, Span at, void* chunk, Take take) {
     setItemAt(chunk, 0, at.block, scale);
-    auto* bits = static_cast<uint8_t*>(chunk) + signsOffset(at.numel, at.block);
+    auto* bits = static_cast<uint8_t*>(chunk) + signsOffset(blockCount(at.numel), at.block);
     if (isFinite(scale)) {
       take(bits);
     } else {
@@ -256,7 +257,7 @@ class SignWire {
 
   Signs signsIn(const void* chunk, Span at) const {
     return {itemAt<float>(chunk, 0, at.block),
-            static_cast<const uint8_t*>(chunk) + signsOffset(at.numel, at.block)};
+            static_cast<const uint8_t*>(chunk) + signsOffset(blockCount(at.numel), at.block)};
   }
 
   const CpuPath& path_;

@@ -66,7 +66,7 @@ class Levels {
 
   __device__ void fetch(const void* chunk, Block block) {
     const uint8_t* payload =
-        static_cast<const uint8_t*>(chunk) + block.count * sizeof(Header) + block.first() * kBits / 8;
+        static_cast<const uint8_t*>(chunk) + levelsOffset(levels, block.count, block.index);
     for (int quad = 0; quad < kQuads; ++quad) {
       const Place at = block.place(quad);
       words_[quad] =
@@ -102,8 +102,7 @@ __device__ inline float signValue(float scale, uint32_t bit) { return floatOf(bi
 class Signs {
  public:
   __device__ void fetch(const void* chunk, Block block) {
-    const uint8_t* payload =
-        static_cast<const uint8_t*>(chunk) + block.count * sizeof(float) + block.first() / 8;
+    const uint8_t* payload = static_cast<const uint8_t*>(chunk) + signsOffset(block.count, block.index);
     for (int quad = 0; quad < kQuads; ++quad) {
       const Place at = block.place(quad);
       bits_[quad] = at.valid > 0 ? payload[at.offset / 8] >> at.offset % 8 : 0;
@@ -165,7 +164,7 @@ __device__ void emitLevels(Quads& x, Block block, void* chunk) {
   constexpr int kBits = levels == 256 ? 8 : 4;
   const Grid grid = blockGrid(levels, x, block);
   if (threadIdx.x == 0) static_cast<Header*>(chunk)[block.index] = grid.header;
-  uint8_t* payload = static_cast<uint8_t*>(chunk) + block.count * sizeof(Header) + block.first() * kBits / 8;
+  uint8_t* payload = static_cast<uint8_t*>(chunk) + levelsOffset(levels, block.count, block.index);
   for (int quad = 0; quad < kQuads; ++quad) {
     const Place at = block.place(quad);
     int level[kQuad];
@@ -217,7 +216,7 @@ __device__ inline void emitSigns(Quads& x, Block block, void* chunk) {
   const float scale = blockScale(x, block);
   const bool finite = isFinite(scale);
   if (threadIdx.x == 0) static_cast<float*>(chunk)[block.index] = scale;
-  uint8_t* payload = static_cast<uint8_t*>(chunk) + block.count * sizeof(float) + block.first() / 8;
+  uint8_t* payload = static_cast<uint8_t*>(chunk) + signsOffset(block.count, block.index);
   for (int quad = 0; quad < kQuads; ++quad) {
     const Place at = block.place(quad);
     uint32_t bits = 0;
