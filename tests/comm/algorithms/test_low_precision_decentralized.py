@@ -4,7 +4,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -185,6 +185,54 @@ def exchange_with_and_without_waiting(kind: str, bits: int) -> None:
 @pytest.mark.parametrize(("world_size", "bits"), [(2, 8), (3, 4)])
 def test_what_came_meanwhile_is_taken_in_by_the_next_exchange(world_size: int, bits: int, kind: str) -> None:
     run_for_tensors(exchange_with_and_without_waiting, world_size, kind, bits)
+
+
+def one_buffer() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    return torch.randn(3000), torch.zeros(3000), [torch.randn(3000)]
+
+
+def test_an_enqueued_exchange_that_broke_stays_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise CommunicationError("the network is gone")
+
+    monkeypatch.setattr(device_differences, "start_messages", fail)
+    x, own, copies = one_buffer()
+    wire = load_extension().Wire.MINMAX8
+    exchange = DeviceDifferences(cast("dist.ProcessGroup", None), wire, [(x, own, copies)], [1])
+    with pytest.raises(CommunicationError, match="the network is gone"):
+        exchange.start()
+    weights = x.clone()
+    for again in (exchange.start, exchange.join, exchange.wait):
+        with pytest.raises(CommunicationError, match="the network is gone"):
+            again()
+    assert torch.equal(x, weights)
+
+
+def test_a_message_that_never_came_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = load_extension()
+    wire = extension.Wire.MINMAX8
+    change = torch.ones(3000)
+    messages = [extension.encode(change, wire)]
+
+    class Ended:
+        """Work that has ended, or was broken off: of NCCL's nobody on the host hears of that in time."""
+
+        def wait(self) -> bool:
+            return True
+
+    def receive_once(_group: Any, _sent: Any, received: list[tuple[int, list[torch.Tensor]]]) -> list[Ended]:
+        if messages:
+            received[0][1][0].copy_(messages.pop())
+        return [Ended()]
+
+    monkeypatch.setattr(device_differences, "start_messages", receive_once)
+    x, own, copies = one_buffer()
+    before = copies[0].clone()
+    exchange = DeviceDifferences(cast("dist.ProcessGroup", None), wire, [(x, own, copies)], [1])
+    for _ in range(3):
+        exchange.start()
+    exchange.wait()
+    assert torch.equal(copies[0], before + change)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
