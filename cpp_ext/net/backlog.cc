@@ -59,6 +59,8 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
   const microseconds queueing = trip - shortest;
   queueing_ += (queueing - queueing_) / kMemory;
   shortestTrip_ = shortest;
+  const double underWay = static_cast<double>(info.tcpi_unacked) * info.tcpi_snd_mss;
+  underWay_ += (underWay - underWay_) / kMemory;
   if (buffering == Buffering::kAsItIs) {
     return;
   }
@@ -92,12 +94,15 @@ void Backlog::measure() noexcept {
   measured_ = {};
 }
 
-// A limit is for what the way holds and for what may queue. A stream that something else holds back needs
-// only the first, at least half of it to move half as much.
+// What is under way is on it or queues. A stream that something else holds back needs only the first, at
+// least half of it to move half as much.
 uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
-  const double onTheWay = static_cast<double>(limit_) * static_cast<double>(shortestTrip_.count()) /
-                          static_cast<double>(((1 + kQueuedTrips) * shortestTrip_ + kWantedQueue).count());
-  return std::max(static_cast<uint32_t>(limit_ / numStreams), static_cast<uint32_t>(onTheWay / 2));
+  const auto trip = std::max<double>(1, shortestTrip_.count());
+  const double underWay = limit_ == 0 ? underWay_ : limit_;
+  const double queueing =
+      limit_ == 0 ? queueing_.count() : kQueuedTrips * trip + microseconds(kWantedQueue).count();
+  const double onTheWay = underWay * trip / (trip + queueing);
+  return static_cast<uint32_t>(std::max(underWay / static_cast<double>(numStreams), onTheWay / 2));
 }
 
 // What cannot be set is left: a limit is a help, not a need.

@@ -4,10 +4,11 @@
 // kernel's work on one core. In front of a line that one of them fills they help nobody; they only make the
 // queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
 // back. Where there is a queue, more are tried now and then, ever less often, and all are used if they move
-// more than one did before and does afterwards: other senders come and go meanwhile. What is under way in a
-// trial is what one had. The first trial is of all, whose ways may differ, and so is one after all have been
-// in use; others are of two: all that were idle, with small windows, would hold up two exchanges by 0.1 s
-// each. Rests count little in pauses between trials: who sends rarely would spend most of it on trials.
+// more than one did before and does afterwards, twice in a row: other senders come and go meanwhile. What is
+// under way in a trial is what one had. The first trial is of all, whose ways may differ, and so is one after
+// all have been in use; others are of two: all that were idle, with small windows, would hold up two
+// exchanges by 0.1 s each. Rests count little in pauses between trials: who sends rarely would spend most of
+// it on trials.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +50,7 @@ class StreamCount {
     switch (phase_) {
       case Phase::kChange:
       case Phase::kTrial:
-        return triesAll() ? all_ : std::min<size_t>(all_, 2);
+        return onTrial_;
       case Phase::kAll:
         return all_;
       case Phase::kOne:
@@ -61,7 +62,6 @@ class StreamCount {
   }
 
  private:
-  bool triesAll() const noexcept { return pause_ == Clock::duration::zero() || allHelped_; }
   bool isSettled(Clock::time_point now) const noexcept;
   bool goIf(bool isWorthIt, Phase phase, Clock::time_point now);
   bool go(Phase phase, Clock::time_point now);
@@ -72,6 +72,8 @@ class StreamCount {
   Clock::time_point since_{};
   double rateOfOne_ = 0;
   double rateOnTrial_ = 0;
+  size_t onTrial_ = 1;
+  int numProofs_ = 0;
   // How long there has been something to send, so far and at the next trial.
   Clock::duration sending_{0};
   Clock::duration nextTrial_{0};
