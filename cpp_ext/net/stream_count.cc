@@ -64,7 +64,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       if (!isSettled(now)) {
         return true;
       }
-      // At first its window is small: half a second shows more than that.
+      // Less would show how its window grows.
       if (sending_ < std::max<Clock::duration>(nextTrial_, kSettle) || !isMeasured) {
         return false;
       }

@@ -4,8 +4,8 @@
 //   probe speed SYSFS NAME                megabit/s and the path of the device
 //   probe hmac KEY MESSAGE                both in hexadecimal
 //   probe address TEXT                    the address as understood
-//   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free"; streams in use after
-//   each
+//   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free RATE MEASURED_MS";
+//   streams in use after each
 //   probe backlog FD MILLISECONDS         its limit after it was full for so long; what 1 and 4 on trial get
 #include <sys/socket.h>
 
@@ -93,7 +93,7 @@ void backlog(const Words& words) {
   while (Clock::now() < end) {
     while (send(fd, block.data(), block.size(), MSG_DONTWAIT) > 0) {
     }
-    backlog.onFull(fd, Buffering::kAsItIs, Clock::now());
+    backlog.onFull(fd, Buffering::kFree, Clock::now());
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::cout << backlog.limit() << " " << backlog.limitOfEach(1) << " " << backlog.limitOfEach(4);
