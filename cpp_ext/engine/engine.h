@@ -162,7 +162,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
   void installHooks();
   void removeHooks();
-  void buildBuckets(const std::vector<size_t>& order);
+  void buildBuckets(std::vector<size_t> order);
   void joinArena();
   void placeBuckets();
   size_t numReduced(const Bucket& bucket) const;
@@ -175,7 +175,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineState copyState() const;
   // Also tells whether rank 0 has adopted it for good.
   std::vector<size_t> orderOfRankZero(const std::vector<size_t>& mine);
-  std::vector<size_t> presentOrder() const;
   void throwIfRunning(const char* what) const;
   void throwIfMissing();
   void throwIfReplaced() const;
@@ -223,6 +222,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // ended well.
   std::unordered_set<int> graphTasks_;
   size_t endedTasks_ = 0;
+  // In which parameters are packed into buckets. Kept, not read from the buckets: what becomes of it must not
+  // depend on how they were packed before, on a rank that has come later.
+  std::vector<size_t> order_;
   // Parameters in the order of their gradients in the first round.
   std::vector<size_t> observedOrder_;
   bool orderAdopted_ = false;

@@ -53,7 +53,7 @@ void Engine::setOperations(const std::vector<OperationSpec>& operations) {
     bucket.kept.reset();
   }
   moveGradientsOut();
-  buildBuckets(presentOrder());
+  buildBuckets(order_);
 }
 
 EngineState Engine::state() {
@@ -66,7 +66,7 @@ EngineState Engine::copyState() const {
   const at::NoGradGuard noGrad;
   EngineState state;
   const bool awaitsOrder = !orderAdopted_ && observedOrder_.size() == parameters_.size();
-  state.order = awaitsOrder ? observedOrder_ : presentOrder();
+  state.order = awaitsOrder ? observedOrder_ : order_;
   state.orderAdopted = orderAdopted_ || awaitsOrder;
   for (const Parameter& parameter : parameters_) {
     state.residuals.push_back(parameter.residual.defined() ? parameter.residual.clone()
@@ -184,7 +184,7 @@ bool Engine::loadState(const EngineState& state) {
   const std::scoped_lock lock(mutex_);
   throwIfRunning("load_state");
   const at::NoGradGuard noGrad;
-  const std::vector<size_t> mine = state.order.empty() ? presentOrder() : state.order;
+  const std::vector<size_t> mine = state.order.empty() ? order_ : state.order;
   TORCH_CHECK(mine.size() == parameters_.size(), "load_state: an order of ", mine.size(), " parameters for ",
               parameters_.size());
   for (Bucket& bucket : buckets_) {
@@ -225,15 +225,6 @@ void Engine::throwIfRunning(const char* what) const {
     throw UsageFailure(std::string(what) + " in the middle of a backward pass, or after one that raised; " +
                        "want it between steps");
   }
-}
-
-// Parameters bucket by bucket: the order that makes the plan as it is.
-std::vector<size_t> Engine::presentOrder() const {
-  std::vector<size_t> order;
-  for (const Bucket& bucket : buckets_) {
-    order.insert(order.end(), bucket.parameters.begin(), bucket.parameters.end());
-  }
-  return order;
 }
 
 }  // namespace baguarun::engine

@@ -19,7 +19,8 @@ struct OpenBucket {
 }  // namespace
 
 std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
-                                             const std::vector<size_t>& order, const PlanLimits& limits) {
+                                             const std::vector<size_t>& order,
+                                             const std::map<uint32_t, PlanLimits>& limits) {
   std::map<uint32_t, OpenBucket> open;
   std::map<uint32_t, size_t> closedOfKind;
   std::vector<OpenBucket> closed;
@@ -34,8 +35,8 @@ std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
     bucket.items.push_back(order[position]);
     bucket.bytes += item.sizeBytes;
     bucket.lastPosition = position;
-    const size_t limit = closedOfKind[item.kind] == 0 ? limits.firstBucketBytes : limits.bucketBytes;
-    if (bucket.bytes >= limit) {
+    const PlanLimits& own = limits.at(item.kind);
+    if (bucket.bytes >= (closedOfKind[item.kind] == 0 ? own.firstBucketBytes : own.bucketBytes)) {
       close(item.kind, bucket);
     }
   }

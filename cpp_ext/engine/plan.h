@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 namespace baguarun::engine {
@@ -20,10 +21,11 @@ struct PlanLimits {
 };
 
 // Packs items in the order in which their gradients become ready (`order`, a permutation of the items). A
-// bucket closes when it has reached its limit. Buckets are sorted by the position of their last item: the
-// order in which they become full.
+// bucket closes when it has reached its kind's limit. Buckets are sorted by the position of their last item:
+// the order in which they become full.
 std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
-                                             const std::vector<size_t>& order, const PlanLimits& limits);
+                                             const std::vector<size_t>& order,
+                                             const std::map<uint32_t, PlanLimits>& limits);
 
 // How one bucket is dealt out to ranks: equal chunks of `stride` elements, the last ones short or empty.
 class ChunkLayout {

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from baguarun.comm.algorithms import ByteGrad, GradientAllReduce, QAdamOptimizer
 from baguarun.comm.ddp import DistributedDataParallel
 from tests.comm.models import assert_same_on_all_ranks
 from tests.comm.ranks import run_ranks, run_ranks_to_the_end
@@ -45,6 +46,7 @@ def test_every_rank_holds_the_same_average(world_size: int, size: int, algorithm
 
 
 M_MMAP_THRESHOLD = -3
+CPU = torch.device("cpu")
 
 
 class Layers(nn.Module):
@@ -91,6 +93,63 @@ def averages_in_many_large_buckets(algorithm: str) -> None:
 )
 def test_large_buckets_share_a_few_buffers(algorithm: str, backend: str) -> None:
     run_ranks(averages_in_many_large_buckets, 3, algorithm, backend=backend)
+
+
+def counts_buckets(algorithm: str, wanted: list[int]) -> None:
+    module = Layers(8, 1024)
+    optimizers = []
+    if algorithm == "qadam":
+        optimizers.append(QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=1))
+    model = DistributedDataParallel(module, optimizers=optimizers, algorithm=algorithm, share_memory=False)
+    counts = []
+    for _ in wanted:
+        model.zero_grad()
+        model(torch.ones(1, 1024)).backward()
+        counts.append(model.stats().buckets)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert counts == wanted
+
+
+@pytest.mark.parametrize(
+    "algorithm, wanted",
+    [("gradient_allreduce", [5, 5]), ("sparse", [5, 5]), ("bytegrad", [8, 8]), ("qadam", [5, 8, 8])],
+)
+def test_buckets_are_smaller_where_they_are_coded_and_messages_large(
+    algorithm: str, wanted: list[int]
+) -> None:
+    run_ranks(counts_buckets, 2, algorithm, wanted)
+
+
+class TwoTypes(nn.Module):
+    """Parameters of two types in turn, each of them a little less than a quarter of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Parameter(torch.ones(2**20))
+        self.fourth = nn.Parameter(torch.ones(2**21, dtype=torch.bfloat16))
+        self.third = nn.Parameter(torch.ones(2**20))
+        self.second = nn.Parameter(torch.ones(2**21, dtype=torch.bfloat16))
+        self.first = nn.Parameter(torch.ones(2**20))
+
+
+def changes_operations_before_and_after_the_order() -> None:
+    session = DistributedDataParallel(TwoTypes(), algorithm="bytegrad", share_memory=False)._session
+    engine, dtypes = session._engine, [parameter.dtype for parameter in session._module.parameters()]
+    coded = [session._make_spec(ByteGrad().operation(dtype, CPU)) for dtype in dtypes]
+    plain = [session._make_spec(GradientAllReduce().operation(dtype, CPU)) for dtype in dtypes]
+    state = engine.state()
+    engine.load_state(state)
+    assert engine.plan() == [[4], [3], [2], [1], [0]]
+    engine.set_operations(plain)
+    engine.load_state(state)
+    assert len(engine.plan()) == 4
+    engine.set_operations(coded)
+    assert engine.plan() == [[4], [3], [2], [1], [0]]
+
+
+def test_a_rank_that_enters_a_stage_later_than_others_has_the_same_buckets() -> None:
+    run_ranks(changes_operations_before_and_after_the_order, 2)
 
 
 def a_peer_dies_on_the_ring() -> str:
