@@ -32,19 +32,10 @@ constexpr std::chrono::milliseconds kGrowEvery{200};
 constexpr uint32_t kLeastBytes = 128 << 10;
 // Above it the kernel decides again.
 constexpr uint32_t kMostBytes = 1 << 20;
-// On trial: two chunks of the least size.
-constexpr uint32_t kLeastOfEach = 32 << 10;
 
 #ifndef SO_BUF_LOCK
 constexpr int SO_BUF_LOCK = 72;  // Linux 5.14
 #endif
-
-// Whether a limit, once set, can be taken off.
-bool canUnlockBuffer(int fd) {
-  int locks = 0;
-  socklen_t size = sizeof(locks);
-  return getsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &locks, &size) == 0;
-}
 
 }  // namespace
 
@@ -70,11 +61,6 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
   shortestTrip_ = shortest;
   if (buffering == Buffering::kAsItIs) {
     return;
-  }
-  static const bool canUnlock = canUnlockBuffer(fd);
-  if (canUnlock) {
-    const double underWay = static_cast<double>(info.tcpi_unacked) * info.tcpi_snd_mss;
-    underWay_ += (underWay - underWay_) / (underWay_ == 0 ? 1 : kMemory);
   }
   const microseconds further = kQueuedTrips * shortest;
   if (buffering == Buffering::kFree) {
@@ -106,19 +92,12 @@ void Backlog::measure() noexcept {
   measured_ = {};
 }
 
-// What is under way is on it or queues. Streams that something else holds back need only the first, and twice
-// of it to move twice as much.
+// A limit is for what the way holds and for what may queue. A stream that something else holds back needs
+// only the first, at least half of it to move half as much.
 uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
-  const double underWay = limit_ == 0 ? underWay_ : limit_;
-  if (underWay == 0) {
-    return 0;
-  }
-  const auto trip = std::max<double>(1, shortestTrip_.count());
-  const double queueing =
-      limit_ == 0 ? queueing_.count() : kQueuedTrips * trip + microseconds(kWantedQueue).count();
-  const double onTheWay = underWay * trip / (trip + queueing);
-  const double each = std::max(underWay, 2 * onTheWay) / static_cast<double>(numStreams);
-  return each > kMostBytes ? 0 : std::max(kLeastOfEach, static_cast<uint32_t>(each));
+  const double onTheWay = static_cast<double>(limit_) * static_cast<double>(shortestTrip_.count()) /
+                          static_cast<double>(((1 + kQueuedTrips) * shortestTrip_ + kWantedQueue).count());
+  return std::max(static_cast<uint32_t>(limit_ / numStreams), static_cast<uint32_t>(onTheWay / 2));
 }
 
 // What cannot be set is left: a limit is a help, not a need.

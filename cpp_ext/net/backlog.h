@@ -34,14 +34,12 @@ class Backlog {
   uint32_t limit() const noexcept { return limit_; }
   void setLimit(int fd, uint32_t limit);
   // The limit with which each of `numStreams` shows whether together they move more than this one alone, with
-  // no more of a queue: by this one's, or, where it has none, by what it has had under way, if a limit could
-  // be taken off again. 0: none.
+  // no more of a queue; 0: none.
   uint32_t limitOfEach(size_t numStreams) const noexcept;
 
  private:
   std::chrono::microseconds queueing_{0};
   std::chrono::microseconds shortestTrip_{0};
-  double underWay_ = 0;  // bytes, lately, but for trials
   uint32_t limit_ = 0;
   uint64_t bytesArrived_ = 0;
   uint64_t bytesMeasured_ = 0;

@@ -5,10 +5,10 @@
 // queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
 // back. Where there is a queue, more are tried now and then, ever less often, and all are used if they move
 // more than one did before and does afterwards, twice in a row: other senders come and go meanwhile. What is
-// under way in a trial is what one had, or twice what its way holds. The first trial is of all, whose ways
-// may differ, and so is one after all have been in use; others are of two: all that were idle, with small
-// windows, would hold up two exchanges by 0.1 s each. Rests count little in pauses between trials: who sends
-// rarely would spend most of it on trials.
+// under way in a trial is what one had. The first trial is of all, whose ways may differ, and so is one after
+// all have been in use; others are of two: all that were idle, with small windows, would hold up two
+// exchanges by 0.1 s each. Rests count little in pauses between trials: who sends rarely would spend most of
+// it on trials.
 #pragma once
 
 #include <algorithm>

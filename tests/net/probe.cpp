@@ -6,20 +6,14 @@
 //   probe address TEXT                    the address as understood
 //   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free RATE MEASURED_MS";
 //   streams in use after each
-//   probe backlog FD MILLISECONDS         its limit after it was full for so long; what 1 and 4 on trial get
-#include <sys/socket.h>
-
-#include <array>
 #include <cstdio>
 #include <exception>
 #include <functional>
 #include <iostream>
 #include <map>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "net/backlog.h"
 #include "net/env.h"
 #include "net/interfaces.h"
 #include "net/sha256.h"
@@ -85,26 +79,11 @@ void streams(const Words& words) {
   }
 }
 
-void backlog(const Words& words) {
-  const int fd = std::stoi(words.at(0));
-  const auto end = Clock::now() + std::chrono::milliseconds(std::stoi(words.at(1)));
-  const std::array<char, 65536> block{};
-  Backlog backlog;
-  while (Clock::now() < end) {
-    while (send(fd, block.data(), block.size(), MSG_DONTWAIT) > 0) {
-    }
-    backlog.onFull(fd, Buffering::kFree, Clock::now());
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  std::cout << backlog.limit() << " " << backlog.limitOfEach(1) << " " << backlog.limitOfEach(4);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::map<std::string, std::function<void(const Words&)>> commands{
-      {"choose", choose},   {"speed", speed},     {"hmac", hmac},
-      {"address", address}, {"streams", streams}, {"backlog", backlog}};
+      {"choose", choose}, {"speed", speed}, {"hmac", hmac}, {"address", address}, {"streams", streams}};
   try {
     commands.at(argv[1])(Words(argv + 2, argv + argc));
     return 0;
