@@ -308,6 +308,7 @@ def test_all_streams_are_tried_and_left_where_they_move_the_same_and_ever_less_o
     used = link.tried()
     begun = [0, *(k for k in range(1, len(used)) if used[k] > 1 and used[k - 1] == 1)]
     assert [used[k] for k in begun] == [4, *(2 for _ in begun[1:])]
+    assert used[0] == 4
     assert used[-1] == 1
     pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
     assert pauses
