@@ -63,15 +63,15 @@ def test_a_message_may_arrive_in_any_two_pieces(plug: Plug, cut: int) -> None:
     net.close_recv(comm)
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, 5000, 40_000])
+@pytest.mark.parametrize("piece_bytes", [1000, 5000, 40_000, 150_000])
 def test_a_message_that_comes_slowly_is_done_with_its_last_byte(plug: Plug, piece_bytes: int) -> None:
     net = plug()
     comm, [sock] = dialled(net)
-    data = os.urandom(150_000)
+    data = os.urandom(350_000)
     room = np.zeros(len(data), np.uint8)
     received = post(net.irecv(comm, room))
-    message = frame(0, 100_000, 0, len(data)) + data[:100_000]
-    message += frame(0, 50_000, 100_000, len(data)) + data[100_000:]
+    message = frame(0, 300_000, 0, len(data)) + data[:300_000]
+    message += frame(0, 50_000, 300_000, len(data)) + data[300_000:]
     for start in range(0, len(message), piece_bytes):
         assert net.test(received) is None
         sock.sendall(message[start : start + piece_bytes])
