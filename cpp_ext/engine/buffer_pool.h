@@ -22,8 +22,10 @@ namespace baguarun::engine {
 // Threads: `want` before anything else; the others from anywhere.
 class BufferPool {
  public:
-  // For buffers that a bucket needs during so many stages of a schedule.
-  explicit BufferPool(size_t stages) : stages_(stages) {}
+  // For buffers that a bucket needs during so many stages of a schedule. Ones so small that all together are
+  // no more than `smallBytes` are as many as that allows, since what holds up small buckets is latency, which
+  // many at once share.
+  BufferPool(size_t stages, size_t smallBytes) : stages_(stages), smallBytes_(smallBytes) {}
 
   // Says that some bucket will take `bytes`.
   void want(size_t bytes) { bytesEach_ = std::max(bytesEach_, bytes); }
@@ -63,13 +65,10 @@ class BufferPool {
   }
 
  private:
-  // Ones so small that all together are no more than this are as many as that allows, since what holds up
-  // small buckets is latency, which many at once share.
-  static constexpr size_t kSmallBytes = size_t{8} << 20;
-
-  size_t most() const { return std::max(stages_, kSmallBytes / std::max(bytesEach_, size_t{1})); }
+  size_t most() const { return std::max(stages_, smallBytes_ / std::max(bytesEach_, size_t{1})); }
 
   const size_t stages_;
+  const size_t smallBytes_;
   std::mutex mutex_;
   std::condition_variable freed_;
   size_t bytesEach_ = 0;
@@ -82,13 +81,19 @@ class BufferPool {
 // in size or in how long it is needed has pools of its own.
 struct Buffers {
   // What an exchange encodes and whatever else it needs from its begin to its end.
-  std::shared_ptr<BufferPool> exchanged = std::make_shared<BufferPool>(3);
-  // What an exchange receives to sum up, from its begin until it is summed up.
-  std::shared_ptr<BufferPool> received = std::make_shared<BufferPool>(2);
+  std::shared_ptr<BufferPool> exchanged = pool(3, 10);
+  // What an exchange receives to sum up, from its begin until it is summed up: on a slow wire, where all have
+  // begun long before the first one ends, a fraction of that time.
+  std::shared_ptr<BufferPool> received = pool(2, 6);
   // Exchange by rail: what the own node contributes, until it is summed up. One bucket does so at a time.
-  std::shared_ptr<BufferPool> contributed = std::make_shared<BufferPool>(1);
+  std::shared_ptr<BufferPool> contributed = pool(1, 8);
   // Exchange by rail of 16-bit gradients: their sum in fp32, from its begin to its end.
-  std::shared_ptr<BufferPool> summed = std::make_shared<BufferPool>(3);
+  std::shared_ptr<BufferPool> summed = pool(3, 8);
+
+ private:
+  static std::shared_ptr<BufferPool> pool(size_t stages, size_t smallMiB) {
+    return std::make_shared<BufferPool>(stages, smallMiB << 20);
+  }
 };
 
 }  // namespace baguarun::engine
