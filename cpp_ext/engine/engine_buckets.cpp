@@ -22,11 +22,12 @@ std::string sizeText(size_t bytes) {
   return text;
 }
 
-// The least that a coded bucket sends to each rank, where all are as small as the first. With messages of 260
-// kB they are worth it: `bytegrad` on four hosts at 1 Gbit/s took 3 % less time, with 10 ms between them 5 %.
-// With messages of 16 kB (`sparse`) they are not, nor are smaller buckets that are sent as they are: with
-// latency both took 13 % longer.
-constexpr size_t kLeastCodedMessageBytes = size_t{128} << 10;
+// The least that a coded bucket sends to each rank, where all are as small as the first. Four hosts took less
+// time with messages of 260 kB (`bytegrad`), at 1 Gbit/s 3 %, with 10 ms between them 5 %; with those of
+// 33 kB (`qadam_1bit`) 5 to 9 % at 100 Mbit/s, where the wire is the limit, for up to 4 % more at 1 Gbit/s
+// and 2 to 8 % with 10 ms. With 16 kB (`sparse`) it is 2 to 4 % for 7 to 8 %. Nor are smaller buckets worth
+// it that are sent as they are: with latency these took 13 % longer.
+constexpr size_t kLeastCodedMessageBytes = size_t{32} << 10;
 
 // Codecs and the wire take turns on a bucket: the more there are, the less does one wait for the other.
 PlanLimits limitsFor(const OperationSpec& operation, at::ScalarType dtype, size_t numRanks,

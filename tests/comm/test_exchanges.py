@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from baguarun.comm.algorithms import ByteGrad, GradientAllReduce, QAdamOptimizer
+from baguarun.comm.algorithms import (
+    Algorithm,
+    ByteGrad,
+    GradientAllReduce,
+    QAdam,
+    QAdamOptimizer,
+    Sparse,
+)
 from baguarun.comm.ddp import DistributedDataParallel
 from tests.comm.models import assert_same_on_all_ranks
 from tests.comm.ranks import run_ranks, run_ranks_to_the_end
@@ -95,10 +102,10 @@ def test_large_buckets_share_a_few_buffers(algorithm: str, backend: str) -> None
     run_ranks(averages_in_many_large_buckets, 3, algorithm, backend=backend)
 
 
-def counts_buckets(algorithm: str, wanted: list[int]) -> None:
+def counts_buckets(algorithm: Algorithm, wanted: list[int]) -> None:
     module = Layers(8, 1024)
     optimizers = []
-    if algorithm == "qadam":
+    if isinstance(algorithm, QAdam):
         optimizers.append(QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=1))
     model = DistributedDataParallel(module, optimizers=optimizers, algorithm=algorithm, share_memory=False)
     counts = []
@@ -113,10 +120,16 @@ def counts_buckets(algorithm: str, wanted: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "algorithm, wanted",
-    [("gradient_allreduce", [5, 5]), ("sparse", [5, 5]), ("bytegrad", [8, 8]), ("qadam", [5, 8, 8])],
+    [
+        (GradientAllReduce(), [5, 5]),
+        (Sparse(warmup_steps=0), [5, 5]),
+        (ByteGrad(), [8, 8]),
+        (QAdam(), [5, 8, 8]),
+        (QAdam(bits=1), [5, 8, 8]),
+    ],
 )
 def test_buckets_are_smaller_where_they_are_coded_and_messages_large(
-    algorithm: str, wanted: list[int]
+    algorithm: Algorithm, wanted: list[int]
 ) -> None:
     run_ranks(counts_buckets, 2, algorithm, wanted)
 
