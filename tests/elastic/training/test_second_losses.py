@@ -44,11 +44,16 @@ def lose_two(
 ) -> Story:
     """Rank 1 is lost, and its place is taken by rank 9 if it `is_replaced`; then comes the `second` loss."""
     survivors = [rank for rank in range(world_size) if rank != 1]
-    happenings = [At(local_rank=1, point="begin", step=FIRST), *second]
+    # All have come there when the first one is lost: what a slower one has not trained on would count, too.
+    happenings = [
+        At(local_rank=rank, point="begin", step=FIRST, generation=1, action="hold")
+        for rank in range(world_size)
+    ]
+    happenings += second
+    happenings += [
+        At(local_rank=rank, point="begin", step=FIRST, generation=1, action="break") for rank in survivors
+    ]
     for action in ("hold", "break"):
-        happenings += [
-            At(local_rank=rank, point="begin", step=FIRST, generation=1, action=action) for rank in survivors
-        ]
         # Who has come so far waits there until membership knows of the second loss.
         happenings += [
             At(local_rank=rank, point="begin", step=FIRST, generation=2, action=action)
@@ -69,6 +74,8 @@ def lose_two(
     with FakeAgent(run_script, script) as agent:
         agent.at_loss = lambda _lost: None
         agent.start(world_size)
+        agent.run_until(lambda: Story.read(folder).holding() == world_size)
+        agent.workers[1].process.kill()
         members = survivors
         if is_replaced:
             newcomer = agent.start_newcomer(9)
