@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, ClassVar
 
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
+from baguarun.comm.algorithms.step_times import StepTimes
 from baguarun.comm.algorithms.stepper import (
     Pending,
     PendingReduction,
@@ -25,13 +24,12 @@ from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
 
-_SLACK = 2
-"""Rounds start this many times the length of a round apart: they need cores, too, and where those are the
-ranks' own, steps take an eighth longer meanwhile. Much further apart, replicas learn little of each other."""
-
-
-_TYPICAL_OF = 32
-"""Steps whose median counts as what a step takes."""
+_LEAST_SLACK, _MOST_SLACK = 2, 4
+"""Rounds start at least and at most this many times the length of a round apart: they need cores, too. Much
+further apart, replicas learn little of each other."""
+_COST = 0.02
+"""What rounds may take from training. Where steps beside one are more than twice that longer, rounds start
+further apart, until they cost that or as far as they may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,8 @@ class AsyncModelAverage(Algorithm):
     exchanges_weights: ClassVar[bool] = True
 
     sync_interval_ms: int = 500
-    """Milliseconds of training from one round's start to the next; twice a round's length where that is
-    more."""
+    """Milliseconds of training from one round's start to the next; twice a round's length where that is more,
+    and up to four times where training is slower while a round is under way."""
     warmup_steps: int = 0
     """Steps at the start in which gradients are averaged instead."""
     max_staleness_steps: int = 500
@@ -84,11 +82,15 @@ class AsyncModelAverage(Algorithm):
         return AsyncStepper(context, self)
 
 
-def choose_period(interval_s: float, round_s: float, step_s: float, max_steps: int) -> int:
-    """Steps between the starts of two rounds: what was asked for, or more if a round takes longer."""
+def choose_period(
+    interval_s: float, round_s: float, step_s: float, max_steps: int, cost_beside: float = 0.0
+) -> int:
+    """Steps between the starts of two rounds: what was asked for, or more if a round takes longer or costs
+    much. `cost_beside`: by what share steps are longer while one is under way."""
     if step_s <= 0:
         return max_steps
-    return min(max(math.ceil(max(interval_s, _SLACK * round_s) / step_s), 1), max_steps)
+    slack = min(max(cost_beside / _COST, _LEAST_SLACK), _MOST_SLACK)
+    return min(max(math.ceil(max(interval_s, slack * round_s) / step_s), 1), max_steps)
 
 
 _UNKNOWN = 0
@@ -137,8 +139,8 @@ class AsyncStepper(Stepper):
         self._first: _FirstPeriod | None = None
         # What a round takes, as far as is known.
         self._round_s: float | None = None
-        # Of the last steps, waits for rounds left out.
-        self._steps_s: deque[float] = deque(maxlen=_TYPICAL_OF)
+        # Waits for rounds left out.
+        self._step_times = StepTimes()
         self._boundary_ended_at = clock()
         finish_at_exit(self, AsyncStepper.pause)
 
@@ -151,9 +153,11 @@ class AsyncStepper(Stepper):
 
     def after_step(self) -> None:
         self.steps += 1
-        self._steps_s.append(self._clock() - self._boundary_ended_at)
         if self.steps <= self._settings.warmup_steps:
             self.shared_steps = self.steps
+        else:
+            took_s = self._clock() - self._boundary_ended_at
+            self._step_times.note(took_s, is_beside=self._round is not None)
         self._apply_resumed_change()
         if self._round is not None and self._is_done(self._round):
             self._apply(self._round)
@@ -247,13 +251,10 @@ class AsyncStepper(Stepper):
         return choose_period(
             self._settings.sync_interval_ms / 1000,
             self._round_s or 0.0,
-            self._typical_step_s(),
+            self._step_times.typical_s(),
             self._settings.max_staleness_steps,
+            self._step_times.cost_beside(),
         )
-
-    def _typical_step_s(self) -> float:
-        """The median: evaluations and checkpoints between two steps are no training."""
-        return median(self._steps_s) if self._steps_s else 0.0
 
     def _vote(self, period: int) -> PendingReduction:
         """The slowest rank's is taken: the others' rounds last longer because they wait for it."""
@@ -285,7 +286,7 @@ class AsyncStepper(Stepper):
             self._period = round(running.period_vote.wait()[0].item())
         # Nobody trains in an evaluation, but the round goes on: it took something between these two.
         most_s = self._clock() - running.started_at
-        least_s = (self.steps - running.steps) * self._typical_step_s() + self._clock() - asked_at
+        least_s = (self.steps - running.steps) * self._step_times.typical_s() + self._clock() - asked_at
         self._round_s = most_s if self._round_s is None else min(max(self._round_s, least_s), most_s)
         self.shared_steps = running.steps
         self._round = None

@@ -128,9 +128,13 @@ class SlowAverage:
 
 
 def starts_while_an_average_takes_three_steps(
-    steps: int = 20, stands_still_before: Sequence[int] = (), pauses_before: int | None = None
+    steps: int = 20,
+    stands_still_before: Sequence[int] = (),
+    pauses_before: int | None = None,
+    longer_beside: float = 0.0,
 ) -> list[int]:
-    """Steps take a second, votes none. Before some of them nobody trains for long, as in an evaluation."""
+    """Steps take a second, and `longer_beside` more while an average is under way; votes take none. Before
+    some steps nobody trains for long, as in an evaluation."""
     parameter = nn.Parameter(torch.zeros(3))
     now = 0.0
     stepper = AsyncStepper(
@@ -155,6 +159,7 @@ def starts_while_an_average_takes_three_steps(
     stepper.average = average  # type: ignore[method-assign]
     for step in range(steps):
         now += 1000.0 if step in stands_still_before else 1.0
+        now += longer_beside if stepper._round is not None else 0.0
         if step == pauses_before:
             stepper.pause()
             stepper.resume()
@@ -192,6 +197,20 @@ def test_the_period_covers_the_interval_and_the_round_and_stays_below_the_bound(
     assert choose_period(interval_s=0.5, round_s=2.0, step_s=0.1, max_steps=20) == 20
     assert choose_period(interval_s=0.0, round_s=0.0, step_s=0.1, max_steps=20) == 1
     assert choose_period(interval_s=0.5, round_s=0.0, step_s=0.0, max_steps=20) == 20
+
+
+def test_rounds_that_cost_training_much_are_up_to_four_times_their_length_apart() -> None:
+    # What they may cost is 2 %, which 4 % of steps beside one are where every second step is.
+    periods = [choose_period(0.5, 2.0, 0.1, 100, cost_beside=cost) for cost in (0.03, 0.06, 0.08, 1.0)]
+    assert periods == [40, 60, 80, 80]
+
+
+@pytest.mark.parametrize(("longer_beside", "gap"), [(0.0, 6), (0.03, 7), (0.06, 10), (0.5, 18)])
+def test_starts_move_apart_as_far_as_steps_are_longer_beside_a_round(longer_beside: float, gap: int) -> None:
+    # A round takes three steps, each of 1 s and what it is longer; so gaps are of 2, 2, 3 and 4 times that.
+    for started in run_ranks(starts_while_an_average_takes_three_steps, 2, 160, (), None, longer_beside):
+        assert started[:3] == [1, 9, 17]
+        assert started[-1] - started[-2] == gap, started
 
 
 PROGRAM = """
