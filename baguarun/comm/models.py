@@ -50,8 +50,8 @@ def device_of(module: nn.Module) -> torch.device:
 def bucket_limits(
     total_bytes: int, world_size: int, device: torch.device, cap_mb: float | None
 ) -> tuple[int, int]:
-    """Bytes at which the first bucket closes, and the others, for `total_bytes` of gradients. Coded ones may
-    all be as small as the first (`limitsFor` in cpp_ext/engine/engine_buckets.cpp)."""
+    """Bytes at which small buckets close, and the others, for `total_bytes` of gradients. Small is the first
+    one; of coded ones the last or all (`limitsFor` in cpp_ext/engine/engine_buckets.cpp)."""
     if device.type != "cpu":
         # What NCCL wants: few launches; the first bucket is small so that communication starts early.
         cap = int(cap_mb * MIB) if cap_mb is not None else 25 * MIB

@@ -489,13 +489,13 @@ class DataParallelSession:
         total_bytes = sum(parameter.nbytes for _, parameter in parameters)
         world_size = dist.get_world_size(self._group)
         cap_mb = self.settings.bucket_cap_mb
-        first_bytes, bucket_bytes = bucket_limits(total_bytes, world_size, self.device, cap_mb)
+        small_bytes, bucket_bytes = bucket_limits(total_bytes, world_size, self.device, cap_mb)
         return extension.Engine(
             [(name, parameter, specs[parameter.dtype]) for name, parameter in parameters],
             self._group,
             extension.EngineSettings(
                 bucket_bytes=bucket_bytes,
-                first_bucket_bytes=first_bytes,
+                small_bucket_bytes=small_bytes,
                 find_unused=self.settings.find_unused_parameters,
                 static_graph=self.settings.static_graph,
                 arena_bytes=arena_bytes,

@@ -217,11 +217,11 @@ void bindEngineState(py::module_& module) {
 void bindEngine(py::module_& module) {
   const auto withoutGil = py::call_guard<py::gil_scoped_release>();
   py::class_<EngineSettings>(module, "EngineSettings")
-      .def(py::init([](size_t bucketBytes, size_t firstBucketBytes, bool findUnused, bool staticGraph,
+      .def(py::init([](size_t bucketBytes, size_t smallBucketBytes, bool findUnused, bool staticGraph,
                        size_t arenaBytes) {
-             return EngineSettings{{bucketBytes, firstBucketBytes}, findUnused, staticGraph, arenaBytes};
+             return EngineSettings{{bucketBytes, smallBucketBytes}, findUnused, staticGraph, arenaBytes};
            }),
-           py::kw_only(), py::arg("bucket_bytes"), py::arg("first_bucket_bytes"), py::arg("find_unused"),
+           py::kw_only(), py::arg("bucket_bytes"), py::arg("small_bucket_bytes"), py::arg("find_unused"),
            py::arg("static_graph"), py::arg("arena_bytes"));
   py::class_<EngineStats>(module, "EngineStats")
       .def_readonly("steps", &EngineStats::steps)

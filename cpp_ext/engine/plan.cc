@@ -23,6 +23,10 @@ std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
                                              const std::map<uint32_t, PlanLimits>& limits) {
   std::map<uint32_t, OpenBucket> open;
   std::map<uint32_t, size_t> closedOfKind;
+  std::map<uint32_t, size_t> leftOfKind;
+  for (const PlanItem& item : items) {
+    leftOfKind[item.kind] += item.sizeBytes;
+  }
   std::vector<OpenBucket> closed;
   const auto close = [&](uint32_t kind, OpenBucket& bucket) {
     ++closedOfKind[kind];
@@ -36,7 +40,10 @@ std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
     bucket.bytes += item.sizeBytes;
     bucket.lastPosition = position;
     const PlanLimits& own = limits.at(item.kind);
-    if (bucket.bytes >= (closedOfKind[item.kind] == 0 ? own.firstBucketBytes : own.bucketBytes)) {
+    size_t& left = leftOfKind[item.kind];
+    const bool small = left <= own.smallEndBytes || (own.beginsSmall && closedOfKind[item.kind] == 0);
+    left -= item.sizeBytes;
+    if (bucket.bytes >= (small ? own.smallBucketBytes : own.bucketBytes)) {
       close(item.kind, bucket);
     }
   }

@@ -16,13 +16,16 @@ struct PlanItem {
 
 struct PlanLimits {
   size_t bucketBytes;
-  // The first bucket of a kind may be smaller, so that communication starts early.
-  size_t firstBucketBytes;
+  size_t smallBucketBytes;
+  // Whether the first bucket of a kind is small, so that communication starts early.
+  bool beginsSmall = true;
+  // Buckets are small where no more than this is left of their kind, so that the last ones are soon done.
+  size_t smallEndBytes = 0;
 };
 
 // Packs items in the order in which their gradients become ready (`order`, a permutation of the items). A
-// bucket closes when it has reached its kind's limit. Buckets are sorted by the position of their last item:
-// the order in which they become full.
+// bucket closes when it has reached its kind's limit, or the one of small buckets. Buckets are sorted by the
+// position of their last item: the order in which they become full.
 std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
                                              const std::vector<size_t>& order,
                                              const std::map<uint32_t, PlanLimits>& limits);

@@ -6,6 +6,7 @@ The memory that this takes is that of the buckets under way, not of all.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from baguarun.comm import timeline
 from baguarun.comm.algorithms import (
     Algorithm,
     ByteGrad,
@@ -102,36 +104,46 @@ def test_large_buckets_share_a_few_buffers(algorithm: str, backend: str) -> None
     run_ranks(averages_in_many_large_buckets, 3, algorithm, backend=backend)
 
 
-def counts_buckets(algorithm: Algorithm, wanted: list[int]) -> None:
-    module = Layers(8, 1024)
+def shows_layers_of_buckets(folder: Path, algorithm: Algorithm, wanted: list[list[int]]) -> None:
+    layer = 1024
+    module = Layers(8, layer)
     optimizers = []
     if isinstance(algorithm, QAdam):
         optimizers.append(QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=1))
+    path = folder / f"out.{torch.distributed.get_rank()}"
+    timeline.start(path)
     model = DistributedDataParallel(module, optimizers=optimizers, algorithm=algorithm, share_memory=False)
-    counts = []
     for _ in wanted:
         model.zero_grad()
-        model(torch.ones(1, 1024)).backward()
-        counts.append(model.stats().buckets)
+        model(torch.ones(1, layer)).backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert counts == wanted
+    timeline.stop()
+    found: dict[int, dict[str, int]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X" and event["name"] == "bucket":
+            of = event["args"]
+            found.setdefault(of["round"], {})[of["of"]] = of["bytes"] // (4 * layer**2)
+    assert [[layers for _, layers in sorted(step.items())] for _, step in sorted(found.items())] == wanted
+
+
+FEW, ALL_SMALL, SMALL_AT_END = [1, 2, 2, 2, 1], [1] * 8, [2, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "algorithm, wanted",
     [
-        (GradientAllReduce(), [5, 5]),
-        (Sparse(warmup_steps=0), [5, 5]),
-        (ByteGrad(), [8, 8]),
-        (QAdam(), [5, 8, 8]),
-        (QAdam(bits=1), [5, 8, 8]),
+        (GradientAllReduce(), [FEW, FEW]),
+        (Sparse(warmup_steps=0), [SMALL_AT_END, SMALL_AT_END]),
+        (ByteGrad(), [ALL_SMALL, ALL_SMALL]),
+        (QAdam(), [FEW, ALL_SMALL, ALL_SMALL]),
+        (QAdam(bits=1), [FEW, ALL_SMALL, ALL_SMALL]),
     ],
 )
-def test_buckets_are_smaller_where_they_are_coded_and_messages_large(
-    algorithm: Algorithm, wanted: list[int]
+def test_coded_buckets_are_small_where_messages_are_large_else_at_the_end(
+    tmp_path: Path, algorithm: Algorithm, wanted: list[list[int]]
 ) -> None:
-    run_ranks(counts_buckets, 2, algorithm, wanted)
+    run_ranks(shows_layers_of_buckets, 2, tmp_path, algorithm, wanted)
 
 
 class TwoTypes(nn.Module):
