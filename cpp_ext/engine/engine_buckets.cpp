@@ -27,10 +27,11 @@ std::string sizeText(size_t bytes) {
 // (`qadam_1bit`) 5 to 9 % at 100 Mbit/s, where the wire is the limit, for up to 4 % more at 1 Gbit/s and 2 to
 // 8 % with 10 ms. With 16 kB (`sparse`) it is 2 to 4 % for 7 to 8 %.
 constexpr size_t kLeastCodedMessageBytes = size_t{32} << 10;
-// Else, so many at the end are small: where little is sent what counts is the time after the last gradient.
-// `sparse` took 7 % less at 100 Mbit/s, with 10 ms between hosts 6 to 8 %, for 1 % more at 1 Gbit/s and 3 to
-// 5 % with 10 ms; with two of them 2 and 4 to 5 % less, for 1 % more. `qadam_1bit`, which fills the wire,
-// took 6 % more than if all were small.
+// Where no more than one byte of so many of fp32 is sent, the last buckets are small: what counts is the time
+// after the last gradient. `sparse` took 7 % less at 100 Mbit/s, with 10 ms between hosts 6 to 8 %, for 1 %
+// more at 1 Gbit/s and 3 to 5 % with 10 ms; with two of them 2 and 4 to 5 % less, for 1 % more. `qadam_1bit`,
+// which fills the wire, took 6 % more than if all were small.
+constexpr size_t kFewOf = 48;
 constexpr size_t kSmallAtEnd = 4;
 
 // Codecs and the wire take turns on a bucket: the more there are, the less does one wait for the other. Those
@@ -38,10 +39,10 @@ constexpr size_t kSmallAtEnd = 4;
 PlanLimits limitsFor(const OperationSpec& operation, at::ScalarType dtype, size_t numRanks,
                      PlanLimits limits) {
   if (operation.kind == OperationKind::kScatterReduceGather && !isPlain(operation.wire, dtype)) {
-    const size_t numElements = limits.smallBucketBytes / at::elementSize(dtype) / numRanks;
-    if (codec::encodedBytes(operation.format(), numElements) >= kLeastCodedMessageBytes) {
+    const size_t numElements = limits.smallBucketBytes / at::elementSize(dtype);
+    if (codec::encodedBytes(operation.format(), numElements / numRanks) >= kLeastCodedMessageBytes) {
       limits.bucketBytes = limits.smallBucketBytes;
-    } else {
+    } else if (codec::encodedBytes(operation.format(), numElements) <= numElements * sizeof(float) / kFewOf) {
       limits.beginsSmall = false;
       limits.smallEndBytes = kSmallAtEnd * limits.smallBucketBytes;
     }

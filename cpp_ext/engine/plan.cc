@@ -41,7 +41,8 @@ std::vector<std::vector<size_t>> planBuckets(const std::vector<PlanItem>& items,
     bucket.lastPosition = position;
     const PlanLimits& own = limits.at(item.kind);
     size_t& left = leftOfKind[item.kind];
-    const bool small = left <= own.smallEndBytes || (own.beginsSmall && closedOfKind[item.kind] == 0);
+    const bool atEnd = own.smallEndBytes > 0 && left <= own.smallEndBytes;
+    const bool small = atEnd || (own.beginsSmall && closedOfKind[item.kind] == 0);
     left -= item.sizeBytes;
     if (bucket.bytes >= (small ? own.smallBucketBytes : own.bucketBytes)) {
       close(item.kind, bucket);

@@ -104,9 +104,10 @@ def test_large_buckets_share_a_few_buffers(algorithm: str, backend: str) -> None
     run_ranks(averages_in_many_large_buckets, 3, algorithm, backend=backend)
 
 
-def shows_layers_of_buckets(folder: Path, algorithm: Algorithm, wanted: list[list[int]]) -> None:
-    layer = 1024
-    module = Layers(8, layer)
+def shows_layers_of_buckets(
+    folder: Path, algorithm: Algorithm, layer: int, wanted: list[list[int]]
+) -> None:
+    module = Layers(sum(wanted[0]), layer)
     optimizers = []
     if isinstance(algorithm, QAdam):
         optimizers.append(QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=1))
@@ -131,19 +132,24 @@ FEW, ALL_SMALL, SMALL_AT_END = [1, 2, 2, 2, 1], [1] * 8, [2, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    "algorithm, wanted",
+    "algorithm, layer, wanted",
     [
-        (GradientAllReduce(), [FEW, FEW]),
-        (Sparse(warmup_steps=0), [SMALL_AT_END, SMALL_AT_END]),
-        (ByteGrad(), [ALL_SMALL, ALL_SMALL]),
-        (QAdam(), [FEW, ALL_SMALL, ALL_SMALL]),
-        (QAdam(bits=1), [FEW, ALL_SMALL, ALL_SMALL]),
+        (GradientAllReduce(), 1024, [FEW, FEW]),
+        (Sparse(warmup_steps=0), 1024, [SMALL_AT_END, SMALL_AT_END]),
+        # Of nine layers a quarter is more than two, and the last four are less than four eighths.
+        (Sparse(warmup_steps=0, density=0.005), 1024, [[3, 3, 2, 1], [3, 3, 2, 1]]),
+        (ByteGrad(), 1024, [ALL_SMALL, ALL_SMALL]),
+        (QAdam(), 1024, [FEW, ALL_SMALL, ALL_SMALL]),
+        (QAdam(bits=1), 1024, [FEW, ALL_SMALL, ALL_SMALL]),
+        # Messages are small, but all of them are not little.
+        (QAdam(bits=1), 512, [FEW, FEW, FEW]),
+        (Sparse(warmup_steps=0), 512, [SMALL_AT_END, SMALL_AT_END]),
     ],
 )
-def test_coded_buckets_are_small_where_messages_are_large_else_at_the_end(
-    tmp_path: Path, algorithm: Algorithm, wanted: list[list[int]]
+def test_coded_buckets_are_small_where_messages_are_large_and_at_the_end_where_little_is_sent(
+    tmp_path: Path, algorithm: Algorithm, layer: int, wanted: list[list[int]]
 ) -> None:
-    run_ranks(shows_layers_of_buckets, 2, tmp_path, algorithm, wanted)
+    run_ranks(shows_layers_of_buckets, 2, tmp_path, algorithm, layer, wanted)
 
 
 class TwoTypes(nn.Module):

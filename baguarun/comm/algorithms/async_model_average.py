@@ -82,19 +82,15 @@ class AsyncModelAverage(Algorithm):
         return AsyncStepper(context, self)
 
 
-def choose_period(
-    interval_s: float, round_s: float, step_s: float, max_steps: int, cost_beside: float = 0.0
-) -> int:
+def choose_period(interval_steps: float, round_steps: float, cost_beside: float, max_steps: int) -> int:
     """Steps between the starts of two rounds: what was asked for, or more if a round takes longer or costs
     much. `cost_beside`: by what share steps are longer while one is under way."""
-    if step_s <= 0:
-        return max_steps
     slack = min(max(cost_beside / _COST, _LEAST_SLACK), _MOST_SLACK)
-    return min(max(math.ceil(max(interval_s, slack * round_s) / step_s), 1), max_steps)
+    return max(math.ceil(min(max(interval_steps, slack * round_steps), max_steps)), 1)
 
 
-_UNKNOWN = 0
-"""Said of the period by a rank that has not seen the end of a round yet; less than any period."""
+_UNKNOWN = (-1.0, -1.0, 0.0)
+"""The vote of a rank that has not seen the end of a round yet: less than any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +168,12 @@ class AsyncStepper(Stepper):
     def pause(self) -> None:
         """Wait for the round under way, apply it, and start no other. On all ranks after the same step."""
         self._paused = True
+        asked_at = self._clock()
         self._apply_resumed_change()
         if self._round is not None:
             self._apply(self._round)
         self._end_first_period()
+        self._leave_out_since(asked_at)
 
     def resume(self) -> None:
         """After `pause`: start rounds again with the next step. On all ranks after the same step."""
@@ -188,7 +186,9 @@ class AsyncStepper(Stepper):
         """Waits for the round under way: what it will add to this rank's weights is part of the state."""
         change = self._resumed_change
         if self._round is not None:
+            asked_at = self._clock()
             averages = self._round.average.wait()
+            self._leave_out_since(asked_at)
             change = [average - mine for average, mine in zip(averages, self._snapshot, strict=True)]
         kept = None if change is None else [tensor.clone() for tensor in change]
         return {**super().state_dict(), "change": kept}
@@ -226,6 +226,10 @@ class AsyncStepper(Stepper):
             self._paused, self._resumed_change = left["paused"], left["change"]
         self._next_start = max(self.steps, self._settings.warmup_steps) + 1
 
+    def _leave_out_since(self, asked_at: float) -> None:
+        """A wait between two boundaries is no part of a step."""
+        self._boundary_ended_at += self._clock() - asked_at
+
     def _apply_resumed_change(self) -> None:
         if self._resumed_change is not None:
             torch._foreach_add_(self.context.weights.buffers, self._resumed_change)
@@ -242,35 +246,43 @@ class AsyncStepper(Stepper):
             vote, self._next_start = None, None
             self._first = _FirstPeriod(start=self.steps, ask_at=self.steps + 1)
         else:
-            vote = self._vote(self._wanted_period())
+            vote = self._vote(self._wanted())
             # The round under way is bound by the period agreed before it: it must end before the next starts.
             self._next_start = self.steps + self._period
         self._round = _Round(average=average, steps=self.steps, period_vote=vote, started_at=self._clock())
 
-    def _wanted_period(self) -> int:
-        return choose_period(
-            self._settings.sync_interval_ms / 1000,
-            self._round_s or 0.0,
-            self._step_times.typical_s(),
-            self._settings.max_staleness_steps,
-            self._step_times.cost_beside(),
-        )
+    def _wanted(self) -> tuple[float, float, float]:
+        """This rank's vote: steps from one round's start to the next as asked for, steps that a round takes,
+        and, less than zero, what it costs."""
+        step_s = self._step_times.typical_s()
+        if step_s <= 0:
+            return math.inf, math.inf, 0.0
+        interval_s = self._settings.sync_interval_ms / 1000
+        return interval_s / step_s, (self._round_s or 0.0) / step_s, -self._step_times.cost_beside()
 
-    def _vote(self, period: int) -> PendingReduction:
-        """The slowest rank's is taken: the others' rounds last longer because they wait for it."""
-        vote = torch.tensor([float(period)], device=self._averages[0].device)
+    def _vote(self, wanted: tuple[float, float, float]) -> PendingReduction:
+        """The least of each. So steps are the slowest rank's: the others' rounds last longer because they
+        wait for it. And the cost is that of the rank which loses most."""
+        vote = torch.tensor(wanted, dtype=torch.float64, device=self._averages[0].device)
         return PendingReduction([vote], self.context.group, least=True)
+
+    def _agreed_period(self, vote: PendingReduction) -> int | None:
+        """None: some rank has not seen the end of a round yet."""
+        interval_steps, round_steps, cost = vote.wait()[0].tolist()
+        if interval_steps < 0:
+            return None
+        return choose_period(interval_steps, round_steps, -cost, self._settings.max_staleness_steps)
 
     def _agree_on_first_period(self, first: _FirstPeriod) -> None:
         """At the same steps on all ranks. Nobody has to wait for an end that is not there yet."""
         offset = self.steps - first.start
-        agreed = _UNKNOWN if first.question is None else round(first.question.wait()[0].item())
-        if agreed == _UNKNOWN and offset < self._settings.max_staleness_steps:
-            first.question = self._vote(_UNKNOWN if self._round is not None else self._wanted_period())
+        agreed = None if first.question is None else self._agreed_period(first.question)
+        if agreed is None and offset < self._settings.max_staleness_steps:
+            first.question = self._vote(_UNKNOWN if self._round is not None else self._wanted())
             first.ask_at = first.start + min(2 * offset, self._settings.max_staleness_steps)
             return
         self._first = None
-        self._period = max(agreed, offset)
+        self._period = max(agreed or 1, offset)
         self._next_start = first.start + self._period
 
     def _end_first_period(self) -> None:
@@ -283,7 +295,7 @@ class AsyncStepper(Stepper):
         asked_at = self._clock()
         averages = running.average.wait()
         if running.period_vote is not None:
-            self._period = round(running.period_vote.wait()[0].item())
+            self._period = self._agreed_period(running.period_vote)
         # Nobody trains in an evaluation, but the round goes on: it took something between these two.
         most_s = self._clock() - running.started_at
         least_s = (self.steps - running.steps) * self._step_times.typical_s() + self._clock() - asked_at

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -192,25 +193,73 @@ def test_rounds_go_on_as_before_after_a_pause_right_behind_a_start() -> None:
 
 
 def test_the_period_covers_the_interval_and_the_round_and_stays_below_the_bound() -> None:
-    assert choose_period(interval_s=0.5, round_s=0.0, step_s=0.1, max_steps=100) == 5
-    assert choose_period(interval_s=0.5, round_s=2.0, step_s=0.1, max_steps=100) == 40
-    assert choose_period(interval_s=0.5, round_s=2.0, step_s=0.1, max_steps=20) == 20
-    assert choose_period(interval_s=0.0, round_s=0.0, step_s=0.1, max_steps=20) == 1
-    assert choose_period(interval_s=0.5, round_s=0.0, step_s=0.0, max_steps=20) == 20
+    assert choose_period(interval_steps=5.0, round_steps=0.0, cost_beside=0.0, max_steps=100) == 5
+    assert choose_period(interval_steps=5.0, round_steps=20.0, cost_beside=0.0, max_steps=100) == 40
+    assert choose_period(interval_steps=5.0, round_steps=20.0, cost_beside=0.0, max_steps=20) == 20
+    assert choose_period(interval_steps=4.1, round_steps=2.3, cost_beside=0.0, max_steps=20) == 5
+    assert choose_period(interval_steps=0.0, round_steps=0.0, cost_beside=0.0, max_steps=20) == 1
+    assert choose_period(interval_steps=inf, round_steps=inf, cost_beside=0.0, max_steps=20) == 20
 
 
 def test_rounds_that_cost_training_much_are_up_to_four_times_their_length_apart() -> None:
     # What they may cost is 2 %, which 4 % of steps beside one are where every second step is.
-    periods = [choose_period(0.5, 2.0, 0.1, 100, cost_beside=cost) for cost in (0.03, 0.06, 0.08, 1.0)]
+    periods = [choose_period(5.0, 20.0, cost, max_steps=100) for cost in (0.03, 0.06, 0.08, 1.0)]
     assert periods == [40, 60, 80, 80]
 
 
 @pytest.mark.parametrize(("longer_beside", "gap"), [(0.0, 6), (0.03, 7), (0.06, 10), (0.5, 18)])
 def test_starts_move_apart_as_far_as_steps_are_longer_beside_a_round(longer_beside: float, gap: int) -> None:
     # A round takes three steps, each of 1 s and what it is longer; so gaps are of 2, 2, 3 and 4 times that.
-    for started in run_ranks(starts_while_an_average_takes_three_steps, 2, 160, (), None, longer_beside):
+    for started in run_ranks(starts_while_an_average_takes_three_steps, 2, 320, (), None, longer_beside):
         assert started[:3] == [1, 9, 17]
         assert started[-1] - started[-2] == gap, started
+
+
+def starts_where_a_round_costs_rank_one_only() -> list[int]:
+    return starts_while_an_average_takes_three_steps(320, longer_beside=0.055 * dist.get_rank())
+
+
+def test_what_counts_is_the_rank_that_loses_most() -> None:
+    # 2.75 times three steps, which a round is to the other one.
+    for started in run_ranks(starts_where_a_round_costs_rank_one_only, 2):
+        assert started[-1] - started[-2] == 9, started
+
+
+def steps_noted_after_slow_ones() -> list[float]:
+    """Steps of 100 s in the warm-up, then of 1 s; a pause and a checkpoint that both wait for a round."""
+    now = 0.0
+    stepper = AsyncStepper(
+        StepContext(weights=FlatWeights([("weight", nn.Parameter(torch.zeros(3)))]), group=dist.new_group()),
+        AsyncModelAverage(sync_interval_ms=10**6, warmup_steps=20),
+        clock=lambda: now,
+    )
+
+    class Waits(SlowAverage):
+        def wait(self) -> list[torch.Tensor]:
+            nonlocal now
+            now += 1.5
+            return self._tensors
+
+    stepper.average = lambda tensors: Waits(tensors, lambda: False)  # type: ignore[method-assign, assignment]
+    noted: list[float] = []
+    note = stepper._step_times.note
+    stepper._step_times.note = lambda seconds, *, is_beside: (  # type: ignore[method-assign]
+        noted.append(seconds),
+        note(seconds, is_beside=is_beside),
+    )[1]
+    for step in range(30):
+        now += 100.0 if step < 20 else 1.0
+        stepper.after_step()
+        if step == 24:
+            stepper.state_dict()
+        if step == 27:
+            stepper.pause()
+            stepper.resume()
+    return noted
+
+
+def test_neither_warm_up_steps_nor_waits_between_two_steps_count() -> None:
+    assert run_ranks(steps_noted_after_slow_ones, 1) == [[1.0] * 10]
 
 
 PROGRAM = """
