@@ -104,9 +104,7 @@ def test_large_buckets_share_a_few_buffers(algorithm: str, backend: str) -> None
     run_ranks(averages_in_many_large_buckets, 3, algorithm, backend=backend)
 
 
-def shows_layers_of_buckets(
-    folder: Path, algorithm: Algorithm, layer: int, wanted: list[list[int]]
-) -> None:
+def shows_layers_of_buckets(folder: Path, algorithm: Algorithm, layer: int, wanted: list[list[int]]) -> None:
     module = Layers(sum(wanted[0]), layer)
     optimizers = []
     if isinstance(algorithm, QAdam):
