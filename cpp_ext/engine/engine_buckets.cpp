@@ -28,8 +28,8 @@ std::string sizeText(size_t bytes) {
 // 8 % with 10 ms. With 16 kB (`sparse`) it is 2 to 4 % for 7 to 8 %.
 constexpr size_t kLeastCodedMessageBytes = size_t{32} << 10;
 // Where no more than one byte of so many of fp32 is sent, the last buckets are small: what counts is the time
-// after the last gradient. `sparse` took 7 % less at 100 Mbit/s, with 10 ms between hosts 6 to 8 %, for 1 %
-// more at 1 Gbit/s and 3 to 5 % with 10 ms; with two of them 2 and 4 to 5 % less, for 1 % more. `qadam_1bit`,
+// after the last gradient. `sparse` took 6 % less at 100 Mbit/s, with 10 ms between hosts 4 to 8 %, for 1 %
+// more at 1 Gbit/s and 3 to 5 % with 10 ms; if two are small 2 and 4 to 7 % less, for 1 % more. `qadam_1bit`,
 // which fills the wire, took 6 % more than if all were small.
 constexpr size_t kFewOf = 48;
 constexpr size_t kSmallAtEnd = 4;

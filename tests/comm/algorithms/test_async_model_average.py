@@ -243,10 +243,12 @@ def steps_noted_after_slow_ones() -> list[float]:
     stepper.average = lambda tensors: Waits(tensors, lambda: False)  # type: ignore[method-assign, assignment]
     noted: list[float] = []
     note = stepper._step_times.note
-    stepper._step_times.note = lambda seconds, *, is_beside: (  # type: ignore[method-assign]
-        noted.append(seconds),
-        note(seconds, is_beside=is_beside),
-    )[1]
+
+    def note_here_too(seconds: float, *, is_beside: bool) -> None:
+        noted.append(seconds)
+        note(seconds, is_beside=is_beside)
+
+    stepper._step_times.note = note_here_too  # type: ignore[method-assign]
     for step in range(30):
         now += 100.0 if step < 20 else 1.0
         stepper.after_step()
