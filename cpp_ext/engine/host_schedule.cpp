@@ -166,6 +166,10 @@ class HostSchedule final : public Schedule {
         stages_[kBegin]->push(task);
       }
     }
+    if (!beginsAtOnce_) {
+      // Where backward has no core to spare it would compute on first, while the wire waits.
+      std::this_thread::yield();
+    }
   }
 
   void launchFlags(const at::Tensor& flags, uint32_t round) override {

@@ -28,8 +28,9 @@ constexpr microseconds kShortQueue{18'000};
 constexpr int kQueuedTrips = 2;
 // How often it may grow by a quarter.
 constexpr std::chrono::milliseconds kGrowEvery{200};
-// Less would leave a line of 100 Mbit/s idle whenever our thread waits 10 ms for its turn.
-constexpr uint32_t kLeastBytes = 128 << 10;
+// Less would leave a line of 100 Mbit/s idle whenever our thread waits 15 ms for its turn. There an exchange
+// has three streams under way at once, and more of each would overflow a queue of 50 ms.
+constexpr uint32_t kLeastBytes = 192 << 10;
 // Above it the kernel decides again.
 constexpr uint32_t kMostBytes = 1 << 20;
 
