@@ -15,8 +15,10 @@ using std::chrono::microseconds;
 constexpr std::chrono::milliseconds kCheckEvery{5};
 // Between two moments at which a stream is full, no more apart, it was busy.
 constexpr std::chrono::milliseconds kStaysFull{50};
-// Checks that "lately" goes back.
+// Checks that "lately" goes back, and the time that what arrives is averaged over: several senders' bytes
+// come through one line in turns.
 constexpr int kMemory = 16;
+constexpr std::chrono::milliseconds kRateMemory{80};
 // The queue beyond which a limit is set, what it is set for, and the queue below which it may grow. The way
 // back has its queues, too: half of it may be there. On a long way there must be more of it: what several
 // senders have under way piles up now in front of one line and now of another, which run dry in turn if most
@@ -31,8 +33,9 @@ constexpr std::chrono::milliseconds kGrowEvery{200};
 // Less would leave a line of 100 Mbit/s idle whenever our thread waits 15 ms for its turn. There an exchange
 // has three streams under way at once, and more of each would overflow a queue of 50 ms.
 constexpr uint32_t kLeastBytes = 192 << 10;
-// Above it the kernel decides again.
-constexpr uint32_t kMostBytes = 1 << 20;
+// Above it the kernel decides again. What fills half a line of 1 Gbit/s must fit with its queue: neighbours
+// who each had half of it took 182 ms for what takes 162.
+constexpr uint32_t kMostBytes = 2 << 20;
 
 #ifndef SO_BUF_LOCK
 constexpr int SO_BUF_LOCK = 72;  // Linux 5.14
@@ -54,6 +57,7 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
   if (elapsed < kStaysFull) {
     bytesMeasured_ += arrived;
     measured_ += elapsed;
+    averageRate(arrived, elapsed);
   }
   const microseconds shortest(info.tcpi_min_rtt);
   const microseconds trip(std::max(info.tcpi_rtt, info.tcpi_min_rtt));
@@ -68,10 +72,11 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
     if (limit_ != 0) {
       setLimit(fd, 0);
     }
-  } else if (queueing > kLongQueue + further) {
-    const uint64_t underWay = uint64_t{info.tcpi_unacked} * info.tcpi_snd_mss;
-    const auto wanted = underWay * static_cast<uint64_t>((shortest + kWantedQueue + further).count()) /
-                        static_cast<uint64_t>(trip.count());
+  } else if (queueing > kLongQueue + further && rate_ > 0) {
+    // Not by what is under way now: of a stream that has just begun again that is little, and the trip is
+    // still that of a full line.
+    const auto wanted = static_cast<uint64_t>(
+        rate_ * std::chrono::duration<double>(shortest + kWantedQueue + further).count());
     const auto limit = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, kLeastBytes, kMostBytes));
     if (limit_ == 0 || limit < limit_) {
       setLimit(fd, limit);
@@ -81,6 +86,12 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
     setLimit(fd, limit_ < kMostBytes ? limit_ + limit_ / 4 : 0);
     lastChange_ = now;
   }
+}
+
+void Backlog::averageRate(uint64_t arrived, Clock::duration elapsed) noexcept {
+  const double rate = static_cast<double>(arrived) / std::chrono::duration<double>(elapsed).count();
+  const double weight = std::chrono::duration<double>(elapsed) / kRateMemory;
+  rate_ = rate_ > 0 ? rate_ + (rate - rate_) * std::min(weight, 1.0) : rate;
 }
 
 double Backlog::bytesPerSecond() const noexcept {

@@ -38,9 +38,13 @@ class Backlog {
   uint32_t limitOfEach(size_t numStreams) const noexcept;
 
  private:
+  void averageRate(uint64_t arrived, Clock::duration elapsed) noexcept;
+
   std::chrono::microseconds queueing_{0};
   std::chrono::microseconds shortestTrip_{0};
   uint32_t limit_ = 0;
+  // What arrived per second while the stream stayed full, lately.
+  double rate_ = 0;
   uint64_t bytesArrived_ = 0;
   uint64_t bytesMeasured_ = 0;
   Clock::duration measured_{0};
