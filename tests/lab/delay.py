@@ -1,8 +1,8 @@
 """Latency of a lab's hosts, through a delay line of our own: kernels without netem have none to offer.
 
-`delayline.c` holds back what netfilter queues, which takes 5 % of two cores at 1 Gbit/s, two fifths of it TCP's own
-work on packets that arrive. A program that carries packets from one device to another takes a quarter of them,
-from whoever is measured there.
+`delayline.c` holds back what netfilter queues, which takes 5 % of two cores at 1 Gbit/s, two fifths of that
+TCP's own work on packets that arrive. A program that carries packets from one device to another takes a
+quarter of them, from whoever is measured there.
 """
 
 from __future__ import annotations
