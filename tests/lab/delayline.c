@@ -1,9 +1,9 @@
 /* Latency for what arrives in network namespaces: delayline QUEUE DELAY_US NAMESPACE_FILE...
  *
  * Packets that a firewall rule there sends to netfilter's queue QUEUE wait in the kernel and go on DELAY_US
- * after they came, in their order, to a tick of 1 ms exact. Only their numbers come here: nothing is
- * copied, and a frame of 64 KB costs what a small one does. Says `ready` and runs until it is killed, by
- * whomever or with its parent; what waits then is lost.
+ * after they came, in their order: half a tick of 1 ms earlier at most, and as a rule up to one later. Only
+ * their numbers come here: nothing is copied, and a frame of 64 KB costs what a small one does. Says `ready`
+ * and runs until it is killed, by whomever or with its parent; what waits then is lost.
  *
  * Exit codes: 1 with a message (no such namespace, a kernel without NETFILTER_NETLINK_QUEUE or BPF_SYSCALL,
  * QUEUE in use), 2 for wrong arguments. */
@@ -133,14 +133,17 @@ static int bpf(enum bpf_cmd command, union bpf_attr* attributes) {
 }
 
 /* Has the kernel write the number of every packet that `netlink` is told of into the news, and drop the
- * message. */
+ * message. Before any comes: one of before would wait for the next. */
 static struct news* share_news(int netlink) {
-  union bpf_attr map = {.map_type = BPF_MAP_TYPE_ARRAY,
-                        .key_size = sizeof(uint32_t),
-                        .value_size = sizeof(struct news),
-                        .max_entries = 1,
-                        .map_flags = BPF_F_MMAPABLE};
-  int memory = bpf(BPF_MAP_CREATE, &map);
+  /* The kernel wants zeros in all that it has no name for, which an initializer need not leave in a union. */
+  union bpf_attr attributes;
+  memset(&attributes, 0, sizeof attributes);
+  attributes.map_type = BPF_MAP_TYPE_ARRAY;
+  attributes.key_size = sizeof(uint32_t);
+  attributes.value_size = sizeof(struct news);
+  attributes.max_entries = 1;
+  attributes.map_flags = BPF_F_MMAPABLE;
+  int memory = bpf(BPF_MAP_CREATE, &attributes);
   struct news* news = mmap(NULL, sizeof *news, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
   if (news == MAP_FAILED) die("mmap");
 
@@ -170,11 +173,12 @@ static struct news* share_news(int netlink) {
       {.code = BPF_ALU64 | BPF_MOV | BPF_K, .dst_reg = 0, .imm = 0},
       {.code = BPF_JMP | BPF_EXIT},
   };
-  union bpf_attr load = {.prog_type = BPF_PROG_TYPE_SOCKET_FILTER,
-                         .insn_cnt = sizeof program / sizeof program[0],
-                         .insns = (uintptr_t)program,
-                         .license = (uintptr_t) "MIT"};
-  int filter = bpf(BPF_PROG_LOAD, &load);
+  memset(&attributes, 0, sizeof attributes);
+  attributes.prog_type = BPF_PROG_TYPE_SOCKET_FILTER;
+  attributes.insn_cnt = sizeof program / sizeof program[0];
+  attributes.insns = (uintptr_t)program;
+  attributes.license = (uintptr_t) "Apache-2.0";
+  int filter = bpf(BPF_PROG_LOAD, &attributes);
   if (setsockopt(netlink, SOL_SOCKET, SO_ATTACH_BPF, &filter, sizeof filter)) die("bpf");
   /* The socket keeps the program, and that the memory. */
   close(filter);
@@ -226,7 +230,8 @@ static void take_in(struct line* line, uint64_t now) {
 static void let_go(struct line* line, uint64_t now) {
   bool any = false;
   uint32_t last_packet = 0;
-  /* Half a tick too early or too late: on average when it should. */
+  /* What has come since the last tick counts from this one. Half a tick too early is better than one too
+   * late: ticks do not come to the microsecond. */
   for (; line->tail != line->head && line->arrivals[line->tail % ring_size].due_ns <= now + TICK_NS / 2;
        ++line->tail) {
     last_packet = line->arrivals[line->tail % ring_size].last_packet;
