@@ -196,9 +196,26 @@ constexpr int blocksAtOnce(Mode mode) {
   return wanted * kThreads <= kResidentThreads ? wanted : kResidentThreads / kThreads;
 }
 
+// Has the second-level cache load what a block of threads that begins in about two microseconds reads, with
+// its residual: where a kernel computes for long between its loads, these keep the memory busy no more.
+template <Wire in>
+__device__ void loadAhead(const Task& task, uint32_t index) {
+  constexpr uint32_t kAhead = 512;
+  constexpr uint32_t kLine = 128;
+  constexpr size_t kBytes = kBlockElems * (in == Wire::f32 ? sizeof(float) : sizeof(uint16_t));
+  if (index + kAhead >= task.wholeBlocks) return;
+  const size_t next = index + kAhead;
+  const uint32_t line = threadIdx.x * kLine;
+  if (line < kBytes) prefetch(static_cast<const char*>(task.sources.src[0]) + next * kBytes + line);
+  if (line < kBlockElems * sizeof(float)) {
+    prefetch(reinterpret_cast<const char*>(task.residual + next * kBlockElems) + line);
+  }
+}
+
 template <Wire in, Wire out, Mode mode>
 __global__ void __launch_bounds__(kThreads, blocksAtOnce(mode)) transcode(Task task) {
   for (uint32_t index = blockIdx.x; index < task.blocks; index += gridDim.x) {
+    if constexpr (out == Wire::topk && mode == Mode::feedback) loadAhead<in>(task, index);
     if (index < task.wholeBlocks) {
       transcodeBlock<in, out, mode>(task, {task.numel, task.blocks, index, true});
     } else {

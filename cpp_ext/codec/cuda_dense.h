@@ -6,10 +6,9 @@
 #pragma once
 
 #include "cuda_load.h"
+#include "cuda_warp.h"
 
 namespace baguarun::codec::cuda {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Four levels in a word, the first lowest. Below 0 counts as 0, and above the greatest as that.
 template <unsigned levels>
@@ -35,16 +34,26 @@ __device__ uint32_t packed(const int (&level)[kQuad]) {
 #endif
 }
 
-// Level i of the word as a number: put into the mantissa of 2^23, from which 2^23 is taken away. Conversions
-// are slower.
+// Powers of two of whose mantissas the bits 0, 4, 8 and 12 are ones. In memory, since an instruction takes
+// one constant, and levelAt has a mask already.
+static __constant__ uint32_t kPowers[kQuad] = {0x4b000000u, 0x49000000u, 0x47000000u, 0x45000000u};
+
+// Level i of the word as a number: put into the mantissa of a power of two, which is then taken away.
+// Conversions are slower.
 template <unsigned levels>
 __device__ float levelAt(uint32_t word, int i) {
-  constexpr int kBits = levels == 256 ? 8 : 4;
-  constexpr uint32_t kTwoTo23 = 0x4b000000u;
+  if constexpr (levels == 16) {
+    // Where it lies in the word, so that nothing is shifted.
+    const uint32_t power = kPowers[i];
+    return __fsub_rn(floatOf((word & 0xfu << 4 * i) | power), floatOf(power));
+  } else {
 #ifdef __CUDA_ARCH__
-  if constexpr (levels == 256) return __fsub_rn(floatOf(__byte_perm(word, kTwoTo23, 0x7540 + i)), 0x1p23f);
+    const uint32_t sum = __byte_perm(word, kPowers[0], 0x7540 + i);
+#else
+    const uint32_t sum = (word >> 8 * i & 0xffu) | kPowers[0];
 #endif
-  return __fsub_rn(floatOf((word >> (kBits * i) & (levels - 1)) | kTwoTo23), 0x1p23f);
+    return __fsub_rn(floatOf(sum), 0x1p23f);
+  }
 }
 
 template <unsigned levels>
@@ -121,39 +130,54 @@ class Signs {
   float scale_;
 };
 
+// Floats as integers in the same order (-0 before +0, a quiet NaN after all), and back.
+__device__ inline int orderedOf(float x) {
+  const int bits = static_cast<int>(bitsOf(x));
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+__device__ inline float fromOrdered(int ordered) {
+  return floatOf(static_cast<uint32_t>(ordered ^ (ordered >> 31 & 0x7fffffff)));
+}
+
+// A NaN if one of them is: a positive one.
+__device__ inline float greaterOrNan(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float greater;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(a), "f"(b));
+  return greater;
+#else
+  return a != a || b != b ? floatOf(kQuietNan) : fmaxf(a, b);
+#endif
+}
+
 // The grid of the block whose numbers lie in all threads' x, the same in every thread. Its two barriers
 // also keep one turn's use of the shared memory apart from the next one's.
 __device__ inline Grid blockGrid(unsigned levels, const Quads& x, Block block) {
-  __shared__ float warpLeast[kWarps];
-  __shared__ float warpGreatest[kWarps];
+  __shared__ int least[kWarps];
+  __shared__ int greatest[kWarps];
   __shared__ Grid grid;
-  float least = INFINITY;
-  float greatest = -INFINITY;
-  bool nan = false;
+  float ownLeast = INFINITY;
+  float ownGreatest = -INFINITY;
   for (int quad = 0; quad < kQuads; ++quad) {
     const int valid = block.place(quad).valid;
     for (int i = 0; i < kQuad; ++i) {
       if (i >= valid) continue;
-      least = fminf(least, x[quad][i]);
-      greatest = fmaxf(greatest, x[quad][i]);
-      nan |= x[quad][i] != x[quad][i];
+      ownLeast = fminf(ownLeast, x[quad][i]);
+      ownGreatest = greaterOrNan(ownGreatest, x[quad][i]);
     }
   }
-  for (int distance = 16; distance > 0; distance /= 2) {
-    least = fminf(least, __shfl_xor_sync(kAllLanes, least, distance));
-    greatest = fmaxf(greatest, __shfl_xor_sync(kAllLanes, greatest, distance));
-  }
+  const int leastHere = warpLeast(orderedOf(ownLeast));
+  const int greatestHere = warpGreatest(orderedOf(ownGreatest));
   if (threadIdx.x % 32 == 0) {
-    warpLeast[threadIdx.x / 32] = least;
-    warpGreatest[threadIdx.x / 32] = greatest;
+    least[threadIdx.x / 32] = leastHere;
+    greatest[threadIdx.x / 32] = greatestHere;
   }
-  const bool anyNan = __syncthreads_or(nan) != 0;
-  if (block.turned() == 0) {
-    for (int warp = 0; warp < kWarps; ++warp) {
-      least = fminf(least, warpLeast[warp]);
-      greatest = fmaxf(greatest, warpGreatest[warp]);
-    }
-    grid = gridOf(levels, least, greatest, anyNan);
+  __syncthreads();
+  const uint32_t turned = block.turned();
+  if (turned < 32) {
+    const float mn = fromOrdered(warpLeast(least[turned % kWarps]));
+    const float mx = fromOrdered(warpGreatest(greatest[turned % kWarps]));
+    if (turned == 0) grid = gridOf(levels, mn, mx, mx != mx);
   }
   __syncthreads();
   return grid;

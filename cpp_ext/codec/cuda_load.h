@@ -35,6 +35,13 @@ struct Place {
   }
 };
 
+// Has the cache line at `pointer`, in global memory, be brought from there into the second-level cache.
+__device__ inline void prefetch([[maybe_unused]] const void* pointer) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+#endif
+}
+
 // A block of a chunk's numbers.
 struct Block {
   size_t numel;    // of the chunk

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_load.h"
+#include "cuda_warp.h"
 #include "sparse.h"
 
 namespace baguarun::codec::cuda {
@@ -92,16 +93,6 @@ __device__ inline uint64_t highestRank(Quads& x, Block block) {
     highest = place;
   });
   return rankOf(magnitude, highest);
-}
-
-// Over the lanes of a warp, all of which call it.
-__device__ inline uint32_t warpSum(uint32_t x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(0xffffffffu, x);
-#else
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-#endif
 }
 
 // A rank that the highest numbers of exactly `kept` groups of threads reach: whatever is kept does, too, and

@@ -19,6 +19,7 @@
 #define __device__
 #define __global__
 #define __shared__ static
+#define __constant__
 #define __launch_bounds__(...)
 
 using cudaStream_t = void*;
