@@ -20,6 +20,7 @@ mean nothing.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import math
 import os
 import shutil
@@ -65,6 +66,7 @@ _INPUTS = 4
 _WITH_FEEDBACK = ("MINMAX8", "SIGN1", "TOPK", "RANDOMK")
 _REPEATS = 10
 _SLEEP_CYCLES = 1_000_000
+_PATIENCE_S = 60.0
 _OF_ROOFLINE = 0.8
 _NOT_REPEATABLE = ("async",)
 # An optimizer's fused multiply-add on one device and none on the other.
@@ -259,7 +261,8 @@ def _runs_by_rail() -> dict[str, Algorithm]:
 
 
 def work(device: str, folder: Path) -> None:
-    """One rank."""
+    """One rank. One that waits for ever says where."""
+    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
     if device == "cuda":
         torch.cuda.set_device(0)
     baguarun.init_process_group(backend="nccl" if device == "cuda" else "gloo")
@@ -267,7 +270,15 @@ def work(device: str, folder: Path) -> None:
         runs = _runs_by_rail()
     else:
         runs = _runs() if dist.get_world_size() == 2 else _runs_on_rings()
-    found = {name: weights_after_steps(algorithm, device) for name, algorithm in runs.items()}
+    found = {}
+    for name, algorithm in runs.items():
+        started = time.perf_counter()
+        found[name] = weights_after_steps(algorithm, device)
+        if dist.get_rank() == 0:
+            seconds_taken = time.perf_counter() - started
+            print(
+                f"{dist.get_world_size()} ranks on {device}, {name}: {seconds_taken:.1f} s", file=sys.stderr
+            )
     torch.save(found, folder / f"{device}-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -279,10 +290,11 @@ def run_ranks(device: str, folder: Path, num_nodes: int, ranks_per_node: int) ->
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = range(num_nodes * ranks_per_node)
+    threads = max(1, (os.cpu_count() or 1) // len(ranks))
     processes = []
     for rank in ranks:
         env = os.environ | NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"baguarun-rank{rank}"}
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "OMP_NUM_THREADS": str(threads)}
         env |= {"LOCAL_RANK": str(rank % ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
         env |= {"GROUP_RANK": str(rank // ranks_per_node), "GROUP_WORLD_SIZE": str(num_nodes)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}

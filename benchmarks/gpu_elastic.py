@@ -117,7 +117,7 @@ def _row(what: str, story: Story, problems: list[str]) -> Row:
 
 
 def gpu_name() -> str:
-    """Empty without a GPU. Another process asks: workers are forks of this one, and CUDA survives no fork."""
+    """Empty without a GPU. Another process asks, so that this one, which uses none, takes no memory of it."""
     program = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return done.stdout.strip()
@@ -133,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     os.environ.update(NCCL_ON_ONE_GPU)
     fake_agent.DEADLINE_S = _PATIENCE_S
+    if args.device == "cuda":
+        fake_agent.START_METHOD = "spawn"
     report = Report(name="gpu_elastic", title=f"losses and joins on {args.device}", quick=args.quick)
     if gpu:
         report.facts["gpu"] = gpu

@@ -20,6 +20,8 @@ from typing import Any
 from baguarun.contract import ControlDecoder, ControlMessage, Topic, WorkerEnv, World
 
 DEADLINE_S = 60.0
+START_METHOD = "forkserver"
+"""Of workers. On CUDA "spawn": what the fork server imports looks for GPUs, and CUDA survives no fork."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class FakeAgent:
     def __init__(self, job: Callable[..., None], *args: Any) -> None:
         self._job = job
         self._args = args
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = multiprocessing.get_context(START_METHOD)
         self._context.set_forkserver_preload(["tests.comm.preload"])
         self._selector = selectors.DefaultSelector()
         self.workers: dict[int, Worker] = {}
