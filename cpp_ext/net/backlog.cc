@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <fstream>
 #include <utility>
 
 namespace baguarun::net {
@@ -13,8 +14,11 @@ namespace {
 using std::chrono::microseconds;
 
 constexpr std::chrono::milliseconds kCheckEvery{5};
-// Between two moments at which a stream is full, no more apart, it was busy.
+// Between two moments at which a stream is full, no more apart, it was full.
 constexpr std::chrono::milliseconds kStaysFull{50};
+// Further apart it was busy, if it rested no longer: of a slow line a third of a buffer, after which the
+// kernel takes more, is worth a quarter of a second. The kernel counts in ticks, of 10 ms at most.
+constexpr std::chrono::milliseconds kNoRest{20};
 // Checks that "lately" goes back, and the time that what arrives is averaged over: several senders' bytes
 // come through one line in turns.
 constexpr int kMemory = 16;
@@ -41,6 +45,17 @@ constexpr uint32_t kMostBytes = 2 << 20;
 constexpr int SO_BUF_LOCK = 72;  // Linux 5.14
 #endif
 
+// Of a limit: the kernel doubles what it is asked for, and cuts more than its own bound without a word. That
+// is 208 KiB on many machines, and a stream of which more has to be under way would be held back by it.
+uint64_t greatestLimit() {
+  static const uint64_t greatest = [] {
+    uint64_t bytes = 0;
+    std::ifstream("/proc/sys/net/core/wmem_max") >> bytes;
+    return bytes > 0 ? 2 * bytes : UINT64_MAX;
+  }();
+  return greatest;
+}
+
 }  // namespace
 
 void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
@@ -54,9 +69,12 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
     return;
   }
   const uint64_t arrived = info.tcpi_bytes_acked - std::exchange(bytesArrived_, info.tcpi_bytes_acked);
+  const microseconds busy(info.tcpi_busy_time - std::exchange(busyTime_, info.tcpi_busy_time));
   if (elapsed < kStaysFull) {
     bytesMeasured_ += arrived;
     measured_ += elapsed;
+  }
+  if (elapsed - busy < kNoRest) {
     averageRate(arrived, elapsed);
   }
   const microseconds shortest(info.tcpi_min_rtt);
@@ -114,11 +132,11 @@ uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
 
 // What cannot be set is left: a limit is a help, not a need.
 void Backlog::setLimit(int fd, uint32_t limit) {
-  limit_ = limit;
+  limit_ = limit <= greatestLimit() ? limit : 0;
   const int unlocked = 0;
-  // The kernel doubles the number, for its own overhead.
+  // Doubled by the kernel, for its own overhead.
   const int bytes = static_cast<int>(limit / 2);
-  if (limit == 0) {
+  if (limit_ == 0) {
     setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &unlocked, sizeof(unlocked));
   } else {
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));

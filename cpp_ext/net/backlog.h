@@ -32,6 +32,7 @@ class Backlog {
   void measure() noexcept;
   // Bytes of the send buffer; 0: the kernel decides.
   uint32_t limit() const noexcept { return limit_; }
+  // One above what the kernel grants is none.
   void setLimit(int fd, uint32_t limit);
   // The limit with which each of `numStreams` shows whether together they move more than this one alone, with
   // no more of a queue; 0: none.
@@ -43,9 +44,10 @@ class Backlog {
   std::chrono::microseconds queueing_{0};
   std::chrono::microseconds shortestTrip_{0};
   uint32_t limit_ = 0;
-  // What arrived per second while the stream stayed full, lately.
+  // What arrived per second while the stream was busy, lately.
   double rate_ = 0;
   uint64_t bytesArrived_ = 0;
+  uint64_t busyTime_ = 0;  // in microseconds, by the kernel's count
   uint64_t bytesMeasured_ = 0;
   Clock::duration measured_{0};
   Clock::time_point lastCheck_{};

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "net/backlog.h"
 #include "net/connector.h"
 #include "net/env.h"
 #include "net/link.h"
@@ -297,6 +298,28 @@ void clearErrors() {
   EXPECT(refused.peer() == "rank 5" && refused.fault() == Fault::kRemote);
 }
 
+int option(int fd, int name) {
+  int value = -1;
+  socklen_t size = sizeof(value);
+  EXPECT(getsockopt(fd, SOL_SOCKET, name, &value, &size) == 0);
+  return value;
+}
+
+// A limit is what it says, and one that the kernel would cut is none.
+void limits() {
+  constexpr int kBufLock = 72;  // SO_BUF_LOCK
+  const Fd socket(::socket(AF_INET, SOCK_STREAM, 0));
+  Backlog backlog;
+  backlog.setLimit(socket.get(), 192 << 10);
+  EXPECT(backlog.limit() == 192 << 10);
+  EXPECT(option(socket.get(), SO_SNDBUF) == 192 << 10 && option(socket.get(), kBufLock) == 1);
+  backlog.setLimit(socket.get(), UINT32_MAX);
+  EXPECT(backlog.limit() == 0 && option(socket.get(), kBufLock) == 0);
+  backlog.setLimit(socket.get(), 192 << 10);
+  backlog.setLimit(socket.get(), 0);
+  EXPECT(backlog.limit() == 0 && option(socket.get(), kBufLock) == 0);
+}
+
 const std::map<std::string, std::function<void()>> kScenarios{
     {"both-ways", bothWays},
     {"many-threads", manyThreads},
@@ -307,6 +330,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"nothing-leaks", nothingLeaks},
     {"huge", huge},
     {"clear-errors", clearErrors},
+    {"limits", limits},
 };
 
 }  // namespace

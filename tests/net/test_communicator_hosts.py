@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from tests.lab.host import Host
 from tests.lab.lab import Lab
 from tests.net.communicator_peer import library_path
 
 pytestmark = pytest.mark.root
 
 ROOT = Path(__file__).parents[2]
+LEAST_BUFFER = 192 << 10
+"""Bytes, of a stream whose queue is long: kLeastBytes in backlog.cc."""
 
 
 def start(lab: Lab, folder: Path, places: list[int], *task: object) -> list[subprocess.Popen[Any]]:
@@ -45,6 +49,25 @@ def test_ranks_of_four_hosts_two_each_agree_over_a_wire(tmp_path: Path) -> None:
         for process in processes:
             seconds, sent = last_line(process).split()
             assert float(seconds) > 0 and int(sent) > 0
+
+
+def send_buffers(host: Host) -> list[int]:
+    """Bytes of the send buffers of established connections."""
+    listed = host.run(["ss", "-tinOm", "state", "established"]).stdout
+    return [int(size) for size in re.findall(r"\btb(\d+)", listed)]
+
+
+def test_a_stream_that_fills_the_queue_of_a_slow_wire_is_held_small(tmp_path: Path) -> None:
+    with Lab(hosts=2, rate_mbit=4) as lab:
+        # The wire is busy for 8 s.
+        processes = start(lab, tmp_path, [0, 1], "reduce", 4_000_000, 1, 30)
+        waiting_for = list(lab.hosts)
+        while waiting_for:
+            assert all(process.poll() is None for process in processes), waiting_for
+            waiting_for = [host for host in waiting_for if LEAST_BUFFER not in send_buffers(host)]
+            time.sleep(0.05)
+        for process in processes:
+            last_line(process)
 
 
 def test_a_host_that_is_cut_off_is_a_timeout_that_names_its_rank(tmp_path: Path) -> None:
