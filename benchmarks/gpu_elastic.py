@@ -20,6 +20,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,6 +39,7 @@ _IN_STEP: tuple[Algorithm | None, ...] = (None, ByteGrad(), QAdam(bits=8))
 _OUT_OF_STEP = (LocalSGD(local_steps=2), DiLoCo(local_steps=2), AsyncModelAverage())
 _PATIENCE_S = 300.0
 """For a story: CUDA and NCCL are slow to begin."""
+_CORES_OF_A_STORY = 5
 
 
 def longest_pause_s(story: Story) -> float:
@@ -48,20 +51,17 @@ def longest_pause_s(story: Story) -> float:
     return max(pauses)
 
 
-def losses(device: str, folder: Path, points: tuple[str, ...]) -> list[Row]:
-    """Against a job that the lost worker has left, by where it was lost."""
-    rows = []
-    for point in points:
-        lost_at = At(local_rank=1, point=point, step=_LOST_IN)
-        script = Script(folder=folder / point, happenings=[lost_at], device=device, is_alone=True)
-        lost = train(script, _WORKERS)
-        step = _LOST_IN if point == "begin" else _step_left(lost)
-        left = leave_at(folder / f"{point}-left", step=step, device=device, is_alone=True)
-        problems = [] if same(lost, left) else ["other weights, states or steps than after a polite leave"]
-        if sorted(lost.applied_samples()) != all_samples(1):
-            problems.append("samples lost or repeated")
-        rows.append(_row(f"killed at '{point}'", lost, problems))
-    return rows
+def loss(device: str, folder: Path, point: str) -> Row:
+    """One worker lost at `point`, against a job that it has left."""
+    lost_at = At(local_rank=1, point=point, step=_LOST_IN)
+    script = Script(folder=folder / point, happenings=[lost_at], device=device, is_alone=True)
+    lost = train(script, _WORKERS)
+    step = _LOST_IN if point == "begin" else _step_left(lost)
+    left = leave_at(folder / f"{point}-left", step=step, device=device, is_alone=True)
+    problems = [] if same(lost, left) else ["other weights, states or steps than after a polite leave"]
+    if sorted(lost.applied_samples()) != all_samples(1):
+        problems.append("samples lost or repeated")
+    return _row(f"killed at '{point}'", lost, problems)
 
 
 def _step_left(lost: Story) -> int:
@@ -71,39 +71,36 @@ def _step_left(lost: Story) -> int:
     return max(applied + 1, _LOST_IN)
 
 
-def replacements(device: str, folder: Path, algorithms: tuple[Algorithm | None, ...]) -> list[Row]:
-    """Three workers in the end, alike where they should be."""
-    rows = []
-    for algorithm in algorithms:
-        name = "gradient_allreduce" if algorithm is None else algorithm.name
-        lost = At(local_rank=1, point="stepped", step=_LOST_IN)
-        held = At(local_rank=0, point="begin", step=30, action="hold")
-        is_relaxed = algorithm is not None and algorithm.exchanges_weights
-        script = Script(
-            folder=folder / name,
-            epochs=3,
-            happenings=[lost, held],
-            algorithm=algorithm,
-            batch_size=1,
-            device=device,
-            is_alone=True,
-        )
-        story = train(script, _WORKERS, replace_the_lost)
-        problems = []
-        if len(story.ends()) != _WORKERS or len({end["steps"] for end in story.ends()}) != 1:
-            problems.append(f"{len(story.ends())} came to the end")
-        if is_relaxed:
-            trained = story.trained_samples()
-            missing = set(all_samples(3)) - set(trained)
-            if len(trained) != len(set(trained)) or not missing <= set(story.samples_of_the_dead()):
-                problems.append("samples of survivors lost or repeated")
-        else:
-            if sorted(story.applied_samples()) != all_samples(3):
-                problems.append("samples lost or repeated")
-            if len({str(end["weights"]) for end in story.ends()}) != 1:
-                problems.append("weights differ")
-        rows.append(_row(f"{name}, killed and replaced", story, problems))
-    return rows
+def replacement(device: str, folder: Path, algorithm: Algorithm | None) -> Row:
+    """One worker lost and another one come: three in the end, alike where they should be."""
+    name = "gradient_allreduce" if algorithm is None else algorithm.name
+    lost = At(local_rank=1, point="stepped", step=_LOST_IN)
+    held = At(local_rank=0, point="begin", step=30, action="hold")
+    is_relaxed = algorithm is not None and algorithm.exchanges_weights
+    script = Script(
+        folder=folder / name,
+        epochs=3,
+        happenings=[lost, held],
+        algorithm=algorithm,
+        batch_size=1,
+        device=device,
+        is_alone=True,
+    )
+    story = train(script, _WORKERS, replace_the_lost)
+    problems = []
+    if len(story.ends()) != _WORKERS or len({end["steps"] for end in story.ends()}) != 1:
+        problems.append(f"{len(story.ends())} came to the end")
+    if is_relaxed:
+        trained = story.trained_samples()
+        missing = set(all_samples(3)) - set(trained)
+        if len(trained) != len(set(trained)) or not missing <= set(story.samples_of_the_dead()):
+            problems.append("samples of survivors lost or repeated")
+    else:
+        if sorted(story.applied_samples()) != all_samples(3):
+            problems.append("samples lost or repeated")
+        if len({str(end["weights"]) for end in story.ends()}) != 1:
+            problems.append("weights differ")
+    return _row(f"{name}, killed and replaced", story, problems)
 
 
 def _row(what: str, story: Story, problems: list[str]) -> Row:
@@ -140,9 +137,12 @@ def main(argv: list[str] | None = None) -> int:
         report.facts["gpu"] = gpu
     with tempfile.TemporaryDirectory() as folder:
         points = _POINTS[:1] if args.quick else _POINTS
-        algorithms = (*_IN_STEP, *_OUT_OF_STEP)
-        report.rows += losses(args.device, Path(folder), points)
-        report.rows += replacements(args.device, Path(folder), algorithms[:1] if args.quick else algorithms)
+        algorithms = (*_IN_STEP, *_OUT_OF_STEP)[: 1 if args.quick else None]
+        stories = [partial(loss, args.device, Path(folder), point) for point in points]
+        stories += [partial(replacement, args.device, Path(folder), algorithm) for algorithm in algorithms]
+        at_once = max(1, (os.cpu_count() or 1) // _CORES_OF_A_STORY)
+        with ThreadPoolExecutor(at_once) as pool:
+            report.rows += pool.map(lambda story: story(), stories)
     return finish(report, args)
 
 
