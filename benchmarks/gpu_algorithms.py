@@ -60,8 +60,8 @@ from benchmarks.harness import REPOSITORY, Report, Row, finish, parser
 _WIRES = ("F16", "BF16", "MINMAX8", "MINMAX4", "SIGN1", "TOPK", "RANDOMK")
 _PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16}
 _NUMBERS = 64 << 20
-_QUICK_NUMBERS = 1 << 20
-_PARITY_NUMBERS = (1, 2047, 2048, 1_000_003)
+_QUICK_NUMBERS = 4 << 20
+_PARITY_NUMBERS = (1, 2047, 2048, 3_000_001)
 _INPUTS = 4
 _WITH_FEEDBACK = ("MINMAX8", "SIGN1", "TOPK", "RANDOMK")
 _REPEATS = 10
@@ -161,7 +161,7 @@ def parity(device: str) -> list[Row]:
             values = torch.randn(count, generator=torch.Generator().manual_seed(count))
             values[::97] = 0.0
             if count > 5000:
-                values[3000], values[5000] = float("nan"), float("inf")
+                values[3000], values[5000], values[9000] = torch.nan, torch.inf, -torch.nan
             here, there = codec.encode(values, wire), codec.encode(values.to(device), wire)
             pairs = [(here, there)]
             pairs.append((
@@ -172,6 +172,13 @@ def parity(device: str) -> list[Row]:
                 _one_nan(name, codec.reduce_encode([here] * _INPUTS, wire, 0.25, count)),
                 _one_nan(name, codec.reduce_encode([there] * _INPUTS, wire, 0.25, count)),
             ))  # fmt: skip
+            if name in _WITH_FEEDBACK:
+                left = torch.zeros(count), torch.zeros(count, device=device)
+                pairs.append((
+                    codec.encode_with_residual(values, left[0], wire),
+                    codec.encode_with_residual(values.to(device), left[1], wire),
+                ))  # fmt: skip
+                pairs.append((left[0].view(torch.int32), left[1].view(torch.int32)))
             for one, other in pairs:
                 differing += int((one != other.cpu()).sum())
                 compared += one.numel()
@@ -261,8 +268,7 @@ def _runs_by_rail() -> dict[str, Algorithm]:
 
 
 def work(device: str, folder: Path) -> None:
-    """One rank. One that waits for ever says where."""
-    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
+    """One rank."""
     if device == "cuda":
         torch.cuda.set_device(0)
     baguarun.init_process_group(backend="nccl" if device == "cuda" else "gloo")
@@ -273,12 +279,15 @@ def work(device: str, folder: Path) -> None:
     found = {}
     for name, algorithm in runs.items():
         started = time.perf_counter()
+        # One that waits for ever says where.
+        faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
         found[name] = weights_after_steps(algorithm, device)
         if dist.get_rank() == 0:
             seconds_taken = time.perf_counter() - started
             print(
                 f"{dist.get_world_size()} ranks on {device}, {name}: {seconds_taken:.1f} s", file=sys.stderr
             )
+    faulthandler.cancel_dump_traceback_later()
     torch.save(found, folder / f"{device}-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

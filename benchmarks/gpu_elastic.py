@@ -16,11 +16,12 @@ little. Needs a GPU and the extension built with CUDA. `--device cpu` tries the 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -113,6 +114,14 @@ def _row(what: str, story: Story, problems: list[str]) -> Row:
     )
 
 
+def _prepare(device: str) -> None:
+    """A process that stories run in."""
+    os.environ.update(NCCL_ON_ONE_GPU)
+    fake_agent.DEADLINE_S = _PATIENCE_S
+    if device == "cuda":
+        fake_agent.START_METHOD = "spawn"
+
+
 def gpu_name() -> str:
     """Empty without a GPU. Another process asks, so that this one, which uses none, takes no memory of it."""
     program = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
@@ -128,10 +137,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not gpu:
         print("no GPU here: nothing was checked", file=sys.stderr)
         return 1
-    os.environ.update(NCCL_ON_ONE_GPU)
-    fake_agent.DEADLINE_S = _PATIENCE_S
-    if args.device == "cuda":
-        fake_agent.START_METHOD = "spawn"
     report = Report(name="gpu_elastic", title=f"losses and joins on {args.device}", quick=args.quick)
     if gpu:
         report.facts["gpu"] = gpu
@@ -141,8 +146,10 @@ def main(argv: list[str] | None = None) -> int:
         stories = [partial(loss, args.device, Path(folder), point) for point in points]
         stories += [partial(replacement, args.device, Path(folder), algorithm) for algorithm in algorithms]
         at_once = max(1, (os.cpu_count() or 1) // _CORES_OF_A_STORY)
-        with ThreadPoolExecutor(at_once) as pool:
-            report.rows += pool.map(lambda story: story(), stories)
+        # Processes, since children of one must not be waited for by several of its threads.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(at_once, context, initializer=_prepare, initargs=(args.device,)) as pool:
+            report.rows += [future.result() for future in [pool.submit(story) for story in stories]]
     return finish(report, args)
 
 

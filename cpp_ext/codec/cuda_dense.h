@@ -130,7 +130,7 @@ class Signs {
   float scale_;
 };
 
-// Floats as integers in the same order (-0 before +0, a quiet NaN after all), and back.
+// Floats as integers in the same order (-0 before +0, a positive NaN after all), and back.
 __device__ inline int orderedOf(float x) {
   const int bits = static_cast<int>(bitsOf(x));
   return bits ^ (bits >> 31 & 0x7fffffff);

@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <fstream>
 #include <utility>
 
 namespace baguarun::net {
@@ -19,6 +18,8 @@ constexpr std::chrono::milliseconds kStaysFull{50};
 // Further apart it was busy, if it rested no longer: of a slow line a third of a buffer, after which the
 // kernel takes more, is worth a quarter of a second. The kernel counts in ticks, of 10 ms at most.
 constexpr std::chrono::milliseconds kNoRest{20};
+// Longer is an outage.
+constexpr std::chrono::seconds kLongestFill{1};
 // Checks that "lately" goes back, and the time that what arrives is averaged over: several senders' bytes
 // come through one line in turns.
 constexpr int kMemory = 16;
@@ -38,23 +39,12 @@ constexpr std::chrono::milliseconds kGrowEvery{200};
 // has three streams under way at once, and more of each would overflow a queue of 50 ms.
 constexpr uint32_t kLeastBytes = 192 << 10;
 // Above it the kernel decides again. What fills half a line of 1 Gbit/s must fit with its queue: neighbours
-// who each had half of it took 182 ms for what takes 162.
+// who each had half of it took 182 ms for what takes 162 (where net.core.wmem_max grants it).
 constexpr uint32_t kMostBytes = 2 << 20;
 
 #ifndef SO_BUF_LOCK
 constexpr int SO_BUF_LOCK = 72;  // Linux 5.14
 #endif
-
-// Of a limit: the kernel doubles what it is asked for, and cuts more than its own bound without a word. That
-// is 208 KiB on many machines, and a stream of which more has to be under way would be held back by it.
-uint64_t greatestLimit() {
-  static const uint64_t greatest = [] {
-    uint64_t bytes = 0;
-    std::ifstream("/proc/sys/net/core/wmem_max") >> bytes;
-    return bytes > 0 ? 2 * bytes : UINT64_MAX;
-  }();
-  return greatest;
-}
 
 }  // namespace
 
@@ -69,12 +59,13 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
     return;
   }
   const uint64_t arrived = info.tcpi_bytes_acked - std::exchange(bytesArrived_, info.tcpi_bytes_acked);
-  const microseconds busy(info.tcpi_busy_time - std::exchange(busyTime_, info.tcpi_busy_time));
+  const uint64_t busyTime = info.tcpi_busy_time - info.tcpi_rwnd_limited;
+  const microseconds busy(busyTime - std::exchange(busyTime_, busyTime));
   if (elapsed < kStaysFull) {
     bytesMeasured_ += arrived;
     measured_ += elapsed;
   }
-  if (elapsed - busy < kNoRest) {
+  if (elapsed < kLongestFill && elapsed - busy < kNoRest) {
     averageRate(arrived, elapsed);
   }
   const microseconds shortest(info.tcpi_min_rtt);
@@ -130,17 +121,24 @@ uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
   return std::max(static_cast<uint32_t>(limit_ / numStreams), static_cast<uint32_t>(onTheWay / 2));
 }
 
-// What cannot be set is left: a limit is a help, not a need.
+// What cannot be set is left: a limit is a help, not a need. The kernel doubles the number, for its own
+// overhead, and cuts what is above net.core.wmem_max without a word. That is 208 KiB on many machines: a
+// stream of which more has to be under way would be held back by it.
 void Backlog::setLimit(int fd, uint32_t limit) {
-  limit_ = limit <= greatestLimit() ? limit : 0;
-  const int unlocked = 0;
-  // Doubled by the kernel, for its own overhead.
-  const int bytes = static_cast<int>(limit / 2);
-  if (limit_ == 0) {
-    setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &unlocked, sizeof(unlocked));
-  } else {
+  limit_ = limit <= most_ ? limit : 0;
+  if (limit_ != 0) {
+    const int bytes = static_cast<int>(limit / 2);
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
+    int granted = 0;
+    socklen_t size = sizeof(granted);
+    if (getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &granted, &size) != 0 || granted >= int64_t{2} * bytes) {
+      return;
+    }
+    most_ = static_cast<uint32_t>(granted);
+    limit_ = 0;
   }
+  const int unlocked = 0;
+  setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &unlocked, sizeof(unlocked));
 }
 
 Way wayOf(int fd) noexcept {

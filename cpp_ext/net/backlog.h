@@ -44,10 +44,11 @@ class Backlog {
   std::chrono::microseconds queueing_{0};
   std::chrono::microseconds shortestTrip_{0};
   uint32_t limit_ = 0;
+  uint32_t most_ = UINT32_MAX;  // that the kernel grants, as far as is known
   // What arrived per second while the stream was busy, lately.
   double rate_ = 0;
   uint64_t bytesArrived_ = 0;
-  uint64_t busyTime_ = 0;  // in microseconds, by the kernel's count
+  uint64_t busyTime_ = 0;  // in microseconds, by the kernel's count, less where the receiver had no room
   uint64_t bytesMeasured_ = 0;
   Clock::duration measured_{0};
   Clock::time_point lastCheck_{};

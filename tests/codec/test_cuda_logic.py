@@ -52,6 +52,15 @@ def test_the_kernels_encode_and_decode_as_the_reference(cuda: Codec, wire: Wire,
 
 
 @pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])
+def test_the_kernels_see_a_nan_of_either_sign(cuda: Codec, wire: Wire, nan: float) -> None:
+    for numel in (70, 2048, 2 * 2048 + 6):
+        x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
+        x[numel // 2] = nan
+        np.testing.assert_array_equal(cuda.encode(wire, DType.f32, x), reference.encode(wire, DType.f32, x))
+
+
+@pytest.mark.parametrize("wire", Wire)
 def test_the_kernels_carry_the_residual(cuda: Codec, wire: Wire) -> None:
     for numel in SIZES[1:5]:
         for x in samples(numel, seed=numel)[::3]:

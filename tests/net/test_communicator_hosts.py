@@ -67,7 +67,8 @@ def test_a_stream_that_fills_the_queue_of_a_slow_wire_is_held_small(tmp_path: Pa
             waiting_for = [host for host in waiting_for if LEAST_BUFFER not in send_buffers(host)]
             time.sleep(0.05)
         for process in processes:
-            last_line(process)
+            seconds, sent = last_line(process).split()
+            assert float(seconds) > 0 and int(sent) > 0
 
 
 def test_a_host_that_is_cut_off_is_a_timeout_that_names_its_rank(tmp_path: Path) -> None:

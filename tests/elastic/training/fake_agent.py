@@ -134,9 +134,9 @@ class FakeAgent:
             body = {"generation": self.generation + 1, "reason": "test", "halts": True}
             self.workers[local_rank].tell(Topic.LEAVE, **body)
 
-    def run_until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-        """Serve the workers until `condition()`; fails the test after `deadline_s`."""
-        give_up_at_s = time.monotonic() + deadline_s
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """Serve the workers until `condition()`; fails the test after DEADLINE_S."""
+        give_up_at_s = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < give_up_at_s, self._describe()
             for key, _ in self._selector.select(timeout=0.2):
