@@ -196,7 +196,7 @@ constexpr int blocksAtOnce(Mode mode) {
   return wanted * kThreads <= kResidentThreads ? wanted : kResidentThreads / kThreads;
 }
 
-// Has the second-level cache load what a block of threads that begins in about two microseconds reads, with
+// Has the second-level cache load what a block of threads that begins in some microseconds reads, with
 // its residual: where a kernel computes for long between its loads, these keep the memory busy no more.
 template <Wire in>
 __device__ void loadAhead(const Task& task, uint32_t index) {
