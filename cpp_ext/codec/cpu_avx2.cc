@@ -177,6 +177,7 @@ const CpuPath kAvx2Path = {
     .narrow = narrow,
     .add = add,
     .updateResidual = updateResidual,
+    .addAndOwe = addAndOwe,
     .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,

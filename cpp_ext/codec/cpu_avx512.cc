@@ -164,6 +164,7 @@ const CpuPath kAvx512Path = {
     .narrow = narrow,
     .add = add,
     .updateResidual = updateResidual,
+    .addAndOwe = addAndOwe,
     .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,

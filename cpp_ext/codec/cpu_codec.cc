@@ -151,6 +151,24 @@ void encodeSignsWithResidual(const CpuPath& path, DType dtype, const void* src, 
   }
 }
 
+// What is not kept is owed as it is: the residual is written with the sum, and once more where one was kept.
+void encodeHighestWithResidual(const CpuPath& path, Format format, DType dtype, const void* src,
+                               float* residual, size_t numel, void* dst) {
+  const TopKWire wire(path, format);
+  Wide room;
+  Wide sums;
+  for (size_t block = 0; block < blockCount(numel); ++block) {
+    const Span at = spanOf(numel, block);
+    float* const owed = residual + at.first;
+    path.addAndOwe(numbersIn(path, dtype, src, at, room.numbers), owed, at.n, sums.numbers);
+    wire.emit(sums.numbers, {}, at, dst);
+    wire.forEachKept(dst, at, [&](uint32_t place, float sent) {
+      const float left = sums.numbers[place] - sent;
+      if (isFinite(left)) owed[place] = left;
+    });
+  }
+}
+
 // Writes the blocks that `fill(span, destination)` computes as numbers of `dtype`.
 template <class Fill>
 void writeBlocks(const CpuPath& path, DType dtype, size_t numel, void* dst, Fill fill) {
@@ -180,6 +198,9 @@ void encode(const CpuPath& path, Format format, DType dtype, const void* src, si
 void encodeWithResidual(const CpuPath& path, Format format, DType dtype, const void* src, float* residual,
                         size_t numel, void* dst) {
   if (format.wire == Wire::sign1) return encodeSignsWithResidual(path, dtype, src, residual, numel, dst);
+  if (format.wire == Wire::topk) {
+    return encodeHighestWithResidual(path, format, dtype, src, residual, numel, dst);
+  }
   withWire(path, format, [&](const auto& wire) {
     const auto numbersOf = [&](Span at, float* room) -> const float* {
       path.add(numbersIn(path, dtype, src, at, room), residual + at.first, at.n, room);

@@ -41,6 +41,8 @@ struct CpuPath {
   void (*add)(const float* a, const float* b, size_t n, float* dst);
   // residual = x - decoded where that is finite.
   void (*updateResidual)(const float* x, const float* decoded, size_t n, float* residual);
+  // sum = a + residual, and residual = sum where that is finite.
+  void (*addAndOwe)(const float* a, float* residual, size_t n, float* sum);
   // The sum of `n` numbers of `dtype`, beginning with number `first` of each source.
   void (*sumNumbers)(DType dtype, Sum sum, size_t first, size_t n, float* dst);
 

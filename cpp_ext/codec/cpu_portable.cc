@@ -61,6 +61,14 @@ void add(const float* a, const float* b, size_t n, float* dst) {
   for (size_t i = 0; i < n; ++i) dst[i] = a[i] + b[i];
 }
 
+void addAndOwe(const float* a, float* residual, size_t n, float* sum) {
+  for (size_t i = 0; i < n; ++i) {
+    const float total = a[i] + residual[i];
+    sum[i] = total;
+    residual[i] = isFinite(total) ? total : residual[i];
+  }
+}
+
 void updateResidual(const float* x, const float* decoded, size_t n, float* residual) {
   for (size_t i = 0; i < n; ++i) {
     const float left = x[i] - decoded[i];
@@ -240,6 +248,7 @@ const CpuPath kPortablePath = {
     .narrow = narrow,
     .add = add,
     .updateResidual = updateResidual,
+    .addAndOwe = addAndOwe,
     .sumNumbers = sumNumbers,
     .measure = measure,
     .quantise = quantise,

@@ -301,16 +301,21 @@ class TopKWire {
     }
   }
 
+  // Calls `use(place, value)` for what a chunk has of a block.
+  template <class Use>
+  void forEachKept(const void* chunk, Span at, Use use) const {
+    forKept(chunk, at, keep_, placesIn(chunk, at), use);
+  }
+
   void decode(const void* chunk, Span at, float* dst) const {
     std::fill_n(dst, at.n, 0.0f);
-    forKept(chunk, at, keep_, placesIn(chunk, at), [&](uint32_t place, float x) { dst[place] = x; });
+    forEachKept(chunk, at, [&](uint32_t place, float x) { dst[place] = x; });
   }
 
   void sum(Sum sum, Span at, float* dst) const {
     std::fill_n(dst, at.n, 0.0f);
     for (size_t k = 0; k < sum.count; ++k) {
-      const void* chunk = sum.src[k];
-      forKept(chunk, at, keep_, placesIn(chunk, at), [&](uint32_t place, float x) { dst[place] += x; });
+      forEachKept(sum.src[k], at, [&](uint32_t place, float x) { dst[place] += x; });
     }
     scaleBy(sum.scale, at.n, dst);
   }
