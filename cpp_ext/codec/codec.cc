@@ -92,6 +92,17 @@ size_t payloadBytes(Format format, size_t numel) {
   throw std::logic_error("codec: no such wire");
 }
 
+// Of whole and last blocks alike, `finite(header)`.
+template <class Header, class Finite>
+bool allHeaders(size_t numel, const void* chunk, const Finite& finite) {
+  for (size_t block = 0; block < blockCount(numel); ++block) {
+    Header header;
+    std::memcpy(&header, static_cast<const char*>(chunk) + block * sizeof header, sizeof header);
+    if (!finite(header)) return false;
+  }
+  return true;
+}
+
 void checkReduction(const char* function, const void* const* src, size_t count) {
   if (count == 0)
     throw std::invalid_argument(std::string(function) + ": count=0: want at least one chunk to reduce");
@@ -170,6 +181,26 @@ void reduceDecode(Exec exec, Format format, DType dtype, const void* const* src,
     return cuda::reduceDecode(exec.stream, format, dtype, src, count, scale, numel, dst);
   const FloatEnvironment environment;
   cpu::reduceDecode(*chosenPath(), format, dtype, {src, count, scale}, numel, dst);
+}
+
+bool headersAreFinite(Format format, size_t numel, const void* chunk) {
+  checkFormat(format);
+  // Levels lie between the first and the last one.
+  const auto gridIsFinite = [](float last) {
+    return [last](Header header) {
+      return isFinite(header.base) && isFinite(last * header.scale + header.base);
+    };
+  };
+  switch (format.wire) {
+    case Wire::minmax8:
+      return allHeaders<Header>(numel, chunk, gridIsFinite(255));
+    case Wire::minmax4:
+      return allHeaders<Header>(numel, chunk, gridIsFinite(15));
+    case Wire::sign1:
+      return allHeaders<float>(numel, chunk, [](float scale) { return isFinite(scale); });
+    default:
+      return false;
+  }
 }
 
 const char* cpuPath() { return chosenPath().load()->name; }

@@ -30,6 +30,9 @@ class HostOperation {
   virtual void between(size_t /*stage*/) {}
   // Waits for all results; the bucket is final when it returns.
   virtual void complete() = 0;
+  // After complete(): true if no number that this rank has in the bucket is infinite or NaN, false if one may
+  // be.
+  virtual bool isKnownFinite() const { return false; }
   // Ends the waits of the other threads with an error. May be called at any time.
   virtual void abort() = 0;
 

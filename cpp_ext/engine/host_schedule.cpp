@@ -94,13 +94,6 @@ struct Task {
     operation->begin(round);
   }
 
-  void complete() const {
-    operation->complete();
-    if (momentum) {
-      momentum->finish();
-    }
-  }
-
   bool beginsAtOnce() const { return !kept && operation->beginsAtOnce(); }
 };
 
@@ -256,7 +249,7 @@ class HostSchedule final : public Schedule {
   }
 
   void runComplete(size_t task) {
-    guarded(task, "complete", [&] { tasks_[task].complete(); });
+    guarded(task, "complete", [&] { complete(task); });
     if (tasks_[task].isLast) {
       tracks_.final(tasks_[task].bucket);
     }
@@ -265,6 +258,17 @@ class HostSchedule final : public Schedule {
       ++completed_;
     }
     done_.notify_all();
+  }
+
+  void complete(size_t task) {
+    tasks_[task].operation->complete();
+    if (tasks_[task].momentum) {
+      bool finite = true;
+      for (size_t piece = firstTask_[tasks_[task].bucket]; piece <= task; ++piece) {
+        finite = finite && tasks_[piece].operation->isKnownFinite();
+      }
+      tasks_[task].momentum->finish(finite);
+    }
   }
 
   // Runs a stage unless something failed before; the first failure is kept and ends the waits of the other

@@ -19,14 +19,14 @@ void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, con
   }
 }
 
-void MomentumResult::finish() {
+void MomentumResult::finish(bool areKnownFinite) {
   if (lossScale != 1) {
     const at::NoGradGuard noGrad;
     flat.mul_(lossScale);
   }
   version_ = flat._version();
   // A scaler writes to the result before the optimizer asks.
-  wasFinite_ = lossScale == 1 && flat.is_cpu() && allFinite({flat});
+  wasFinite_ = lossScale == 1 && flat.is_cpu() && (areKnownFinite || allFinite({flat}));
 }
 
 bool MomentumResult::isKnownFinite() const { return wasFinite_ && flat._version() == version_; }

@@ -27,8 +27,9 @@ struct MomentumResult {
   double lossScale = 1;
 
   // Multiplies the result by the scale that GradScaler will divide it by. On the CPU without one, looks for
-  // numbers that are not finite, while other buckets are still under way and no optimizer waits yet.
-  void finish();
+  // numbers that are not finite, while other buckets are still under way and no optimizer waits yet; unless
+  // whoever wrote them knows.
+  void finish(bool areKnownFinite = false);
   // True: no number is infinite or NaN, and nobody has written to the result since, as far as torch's version
   // counter tells. False: one is, or nobody knows.
   bool isKnownFinite() const;

@@ -96,6 +96,7 @@ class PeerExchange final : public HostOperation {
   }
 
   void complete() override {
+    finite_ = !plain_ && dtype_ == codec::DType::f32;
     decodeChunk(rank_);
     for (size_t i = 0; i < gatherReceives_.size(); ++i) {
       gatherReceives_.wait(i, "receiving the result of");
@@ -109,6 +110,8 @@ class PeerExchange final : public HostOperation {
     }
     coded_->give(std::move(codedBuffer_));
   }
+
+  bool isKnownFinite() const override { return finite_; }
 
   void abort() override {
     coded_->abort();
@@ -248,6 +251,8 @@ class PeerExchange final : public HostOperation {
     if (!plain_ && layout_.numElements(rank) > 0) {
       const Span span("decode", "codec", chunkElementBytes(rank));
       codec::decode(kHost, format_, dtype_, chunks_[rank].data_ptr(), layout_.numElements(rank), place(rank));
+      finite_ =
+          finite_ && codec::headersAreFinite(format_, layout_.numElements(rank), chunks_[rank].data_ptr());
     }
   }
 
@@ -270,6 +275,8 @@ class PeerExchange final : public HostOperation {
   // With error feedback: the own chunk's sum in fp32.
   at::Tensor sum_;
   uint32_t round_ = 0;
+  // What has been decoded in this round, by its headers.
+  bool finite_ = false;
   // The pools', while a round is under way and until contributions are summed up.
   at::Tensor codedBuffer_;
   at::Tensor receivedBuffer_;

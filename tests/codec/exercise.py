@@ -28,6 +28,8 @@ def run(lib: ctypes.CDLL, numel: int) -> None:
             numbers = np.zeros_like(bits)
             assert lib.shim_encode(CPU, format, int(dtype), pointer(bits), size, pointer(chunk)) == 0
             assert lib.shim_decode(CPU, format, int(dtype), pointer(chunk), size, pointer(numbers)) == 0
+            finite = ctypes.c_int()
+            assert lib.shim_headers_are_finite(format, size, pointer(chunk), ctypes.byref(finite)) == 0
             chunks.append(chunk)
             carried = np.zeros(numel, np.float32)
             args = (format, int(dtype), pointer(bits), pointer(carried), size, pointer(chunk))

@@ -173,6 +173,17 @@ class Codec:
         out.check()
         return out.room.view(word_type(dtype))
 
+    def headers_are_finite(self, wire: Wire | Format, chunk: Bytes, numel: int) -> bool:
+        finite = ctypes.c_int(-1)
+        src = self._moved(chunk)
+        self._check(
+            self._lib.shim_headers_are_finite(
+                shim_format(wire), ctypes.c_size_t(numel), pointer(src), ctypes.byref(finite)
+            )
+        )
+        assert finite.value in (0, 1)
+        return bool(finite.value)
+
     def reduce_encode(
         self, wire: Wire | Format, chunks: Sequence[Bytes], factor: float, numel: int, into: int | None = None
     ) -> Bytes:

@@ -62,6 +62,10 @@ int shim_decode(int device, ShimFormat format, int dtype, const void* src, size_
   return caught([&] { codec::decode(execOf(device), formatOf(format), dtypeOf(dtype), src, numel, dst); });
 }
 
+int shim_headers_are_finite(ShimFormat format, size_t numel, const void* chunk, int* finite) {
+  return caught([&] { *finite = codec::headersAreFinite(formatOf(format), numel, chunk) ? 1 : 0; });
+}
+
 int shim_reduce_encode(int device, ShimFormat format, const void* const* src, size_t count, float scale,
                        size_t numel, void* dst) {
   return caught(

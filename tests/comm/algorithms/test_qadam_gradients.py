@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,3 +86,30 @@ def finite_until_somebody_writes(write: str) -> None:
 @pytest.mark.parametrize("write", ["in place", "another tensor", "past the counter"])
 def test_what_the_user_writes_to_momentum_is_looked_at_again(write: str) -> None:
     run_ranks(finite_until_somebody_writes, 2, write)
+
+
+def seen_in_any_piece() -> None:
+    """Of a bucket that is large enough to be exchanged in two."""
+    module = nn.Linear(2900, 2900, bias=False)
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=1)
+    model = DistributedDataParallel(module, optimizers=[optimizer], algorithm=QAdam(), bucket_cap_mb=64)
+    for place in (None, None, 0, -1):
+
+        def spoil(gradient: torch.Tensor, place: int | None = place) -> torch.Tensor:
+            if place is not None and dist.get_rank() == 0:
+                gradient.view(-1)[place] = math.inf
+            return gradient
+
+        handle = module.weight.register_hook(spoil)
+        optimizer.zero_grad()
+        model(torch.ones(2, 2900)).square().mean().backward()
+        handle.remove()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert len(caught) == (place is not None)
+    assert module.weight.isfinite().all()
+
+
+def test_a_number_that_is_not_finite_is_seen_in_any_piece_of_a_bucket() -> None:
+    run_ranks(seen_in_any_piece, 2)
