@@ -185,6 +185,7 @@ void reduceDecode(Exec exec, Format format, DType dtype, const void* const* src,
 
 bool headersAreFinite(Format format, size_t numel, const void* chunk) {
   checkFormat(format);
+  const FloatEnvironment environment;
   // Levels lie between the first and the last one.
   const auto gridIsFinite = [](float last) {
     return [last](Header header) {

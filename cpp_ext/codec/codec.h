@@ -127,8 +127,8 @@ void reduceDecode(Exec exec, Format format, DType dtype, const void* const* src,
                   size_t numel, void* dst);
 
 // True: every number that decode would write in fp32 is finite, as the headers of a chunk in this machine's
-// memory tell, without a look at its numbers. False: one is not, or the wire has no headers that tell (all
-// but minmax8, minmax4 and sign1).
+// memory tell, without a look at its numbers. False: one may not be, or the wire has no headers that tell
+// (all but minmax8, minmax4 and sign1).
 bool headersAreFinite(Format format, size_t numel, const void* chunk);
 
 // The CPU path in use: "avx512", "avx2" or "portable". The best that this machine has, chosen once by CPUID.

@@ -87,13 +87,6 @@ struct Task {
   std::shared_ptr<KeptResiduals> kept = nullptr;
   std::shared_ptr<MomentumResult> momentum = nullptr;
 
-  void begin(uint32_t round) const {
-    if (kept) {
-      kept->beforeWrite();
-    }
-    operation->begin(round);
-  }
-
   bool beginsAtOnce() const { return !kept && operation->beginsAtOnce(); }
 };
 
@@ -245,7 +238,19 @@ class HostSchedule final : public Schedule {
       const std::scoped_lock lock(mutex_);
       round = round_;
     }
-    guarded(task, "begin", [&] { tasks_[task].begin(round); });
+    guarded(task, "begin", [&] { begin(task, round); });
+  }
+
+  void begin(size_t task, uint32_t round) {
+    if (tasks_[task].kept) {
+      tasks_[task].kept->beforeWrite();
+    }
+    const size_t bucket = tasks_[task].bucket;
+    const auto& momentum = tasks_[firstTask_[bucket + 1] - 1].momentum;
+    if (momentum && task == firstTask_[bucket]) {
+      momentum->begin();
+    }
+    tasks_[task].operation->begin(round);
   }
 
   void runComplete(size_t task) {

@@ -5,6 +5,7 @@
 
 #include "engine/errors.h"
 #include "engine/momentum_update.h"
+#include "engine/ranges.h"
 
 namespace baguarun::engine {
 
@@ -25,8 +26,14 @@ void MomentumResult::finish(bool areKnownFinite) {
     flat.mul_(lossScale);
   }
   version_ = flat._version();
-  // A scaler writes to the result before the optimizer asks.
-  wasFinite_ = lossScale == 1 && flat.is_cpu() && (areKnownFinite || allFinite({flat}));
+  // A scaler writes to the result before the optimizer asks. What was known is not of what somebody wrote
+  // since.
+  wasFinite_ = lossScale == 1 && flat.is_cpu() && ((areKnownFinite && version_ == begun_) || lookAtAll());
+}
+
+bool MomentumResult::lookAtAll() const {
+  const Span span("look for NaN", "codec", static_cast<int64_t>(flat.nbytes()));
+  return allFinite({flat});
 }
 
 bool MomentumResult::isKnownFinite() const { return wasFinite_ && flat._version() == version_; }

@@ -21,11 +21,13 @@ void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, con
 
 // What a bucket of momentum has become.
 //
-// Threads: `finish` is called by one thread at a time; all else between rounds.
+// Threads: `begin`, then `finish`, in each round; all else between rounds.
 struct MomentumResult {
   at::Tensor flat;
   double lossScale = 1;
 
+  // Nothing of the result has come yet, and nobody has a reason to write to the bucket before all has.
+  void begin() { begun_ = flat._version(); }
   // Multiplies the result by the scale that GradScaler will divide it by. On the CPU without one, looks for
   // numbers that are not finite, while other buckets are still under way and no optimizer waits yet; unless
   // whoever wrote them knows.
@@ -35,8 +37,13 @@ struct MomentumResult {
   bool isKnownFinite() const;
 
  private:
-  bool wasFinite_ = false;
+  // Goes through memory once.
+  bool lookAtAll() const;
+
+  // Of torch's version counter.
+  uint32_t begun_ = 0;
   uint32_t version_ = 0;
+  bool wasFinite_ = false;
 };
 
 // UsageFailure unless `momentum` fits the parameter, or is undefined.
