@@ -53,3 +53,20 @@ def test_an_overflow_leaves_the_residual_as_it_was(codec: Codec, wire: Wire) -> 
     _, left = codec.encode_with_residual(wire, DType.f32, x, residual)
     assert np.all(np.isfinite(left))
     assert left[100] == left[200] == 0.125
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.0])
+def test_more_of_one_kind_than_topk_keeps(codec: Codec, value: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(2300).astype(np.float32)
+    residual = rng.standard_normal(len(x)).astype(np.float32)
+    places = np.concatenate([rng.permutation(2048)[:1990], np.arange(2050, 2300)])
+    x[places] = value
+    if value == 0:
+        residual[places] = value
+    chunk, left = codec.encode_with_residual(Wire.topk, DType.f32, x, residual)
+    want_chunk, want_left = reference.encode_with_residual(Wire.topk, DType.f32, x, residual)
+    assert_same_chunk(Wire.topk, chunk, want_chunk)
+    np.testing.assert_array_equal(left.view(np.uint32), want_left.view(np.uint32))
+    if not np.isfinite(value):
+        np.testing.assert_array_equal(left[places], residual[places])
