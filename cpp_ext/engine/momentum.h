@@ -21,7 +21,8 @@ void mix(const at::Tensor& gradient, const Momentum& with, double lossScale, con
 
 // What a bucket of momentum has become.
 //
-// Threads: `begin`, then `finish`, in each round; all else between rounds.
+// Threads: in each round `begin`, where anybody is to know more than `finish` finds, then `finish`; all else
+// between rounds.
 struct MomentumResult {
   at::Tensor flat;
   double lossScale = 1;
