@@ -73,6 +73,7 @@ class Communicator::Implementation : private WireContext {
 
   // WireContext
   Mesh& mesh() override { return *met_.mesh; }
+  AllReduceWay allReduceWay() const noexcept override { return options_.env.allReduceWay; }
   void await(int rank) override;
   CallTrail ownTrail(uint64_t sequence) const override { return met_.control->ownTrail(sequence); }
   std::byte* scratch(size_t bytes) override;

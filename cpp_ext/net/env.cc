@@ -63,6 +63,20 @@ Family readFamily(const Lookup& lookup) {
   reject("NCCL_SOCKET_FAMILY", text, "AF_INET or AF_INET6");
 }
 
+AllReduceWay readAllReduceWay(const Lookup& lookup) {
+  const std::string text = readText(lookup, "BAGUA_NET_ALL_REDUCE").value_or("auto");
+  if (text == "auto") {
+    return AllReduceWay::kByDistance;
+  }
+  if (text == "ring") {
+    return AllReduceWay::kRing;
+  }
+  if (text == "direct") {
+    return AllReduceWay::kDirect;
+  }
+  reject("BAGUA_NET_ALL_REDUCE", text, "auto, ring or direct");
+}
+
 }  // namespace
 
 Env Env::read() {
@@ -79,6 +93,7 @@ Env Env::read(const Lookup& lookup) {
       .helloTimeout = readSeconds(lookup, "BAGUA_NET_HELLO_TIMEOUT_S", 10),
       .peerTimeout = readSeconds(lookup, "BAGUA_NET_PEER_TIMEOUT_S", 20),
       .beatTimeout = readSeconds(lookup, "BAGUA_NET_BEAT_TIMEOUT_S", 0),
+      .allReduceWay = readAllReduceWay(lookup),
       .ncclIfname = readText(lookup, "NCCL_SOCKET_IFNAME"),
       .glooIfname = readText(lookup, "GLOO_SOCKET_IFNAME"),
       .family = readFamily(lookup),

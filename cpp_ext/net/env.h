@@ -12,6 +12,10 @@ namespace baguarun::net {
 // Which address families interfaces may have (NCCL_SOCKET_FAMILY).
 enum class Family { kAny, kIPv4, kIPv6 };
 
+// How all-reduces between hosts go: as the network's distances and speed make it worth, around a ring, or
+// straight to who sums up and from there to all.
+enum class AllReduceWay { kByDistance, kRing, kDirect };
+
 // All settings, read once. Every field says its variable, unit and default. Threads: a value.
 struct Env {
   // BAGUA_NET_NSTREAMS: TCP connections per link, 1 to 64 (4). Both sides' smaller number is used. Take 8
@@ -42,6 +46,10 @@ struct Env {
   // several hosts breaks, whether that rank is waited for or not; 0.1 or more (never). The same on all ranks.
   // `baguarun run --elastic in-place` sets it.
   const std::chrono::milliseconds beatTimeout{0};
+
+  // BAGUA_NET_ALL_REDUCE: auto, ring or direct (auto): how large all-reduces between three hosts and more go.
+  // The same on all ranks. The results are the same bits.
+  const AllReduceWay allReduceWay = AllReduceWay::kByDistance;
 
   // NCCL_SOCKET_IFNAME: interfaces to use, by NCCL's rules (see interfaces.h). Unset: NCCL's default order.
   const std::optional<std::string> ncclIfname = {};

@@ -27,6 +27,7 @@ class WireContext {
 
   virtual ~WireContext() = default;
   virtual Mesh& mesh() = 0;
+  virtual AllReduceWay allReduceWay() const noexcept = 0;
   // Moves whatever is under way, and sleeps where nothing is. `rank` is who is waited for. Throws Error: the
   // deadline has passed, the communicator broke.
   virtual void await(int rank) = 0;

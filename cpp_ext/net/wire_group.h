@@ -2,10 +2,12 @@
 //
 // All-reduce up to 64 KiB: recursive doubling, log2(n) rounds for any number n of ranks. Above: a ring, each
 // rank sending and receiving 2(n-1)/n of the data in segments that are sent on as soon as they are reduced;
-// when a rank has nothing left to send it begins with the next one, if that is known. Reduce-scatter and
-// all-gather are halves of the ring (small all-gathers go straight to everybody), broadcast and reduce are
-// binomial trees and pipelined chains, gather, scatter and all-to-all go straight. Every element's reduction
-// is finished on one rank, or by all in the same order: the same bits everywhere.
+// or, where the way is long for the speed of the wire (distance.h), the same bytes directly to who sums up
+// and from there to all, two messages that follow each other in place of 2(n-1). When a rank has nothing left
+// to send it begins with the next one, if that is known. Reduce-scatter and all-gather are halves of the ring
+// (small all-gathers go straight to everybody), broadcast and reduce are binomial trees and pipelined chains,
+// gather, scatter and all-to-all go straight. Every element's reduction is finished on one rank, or by all in
+// the same order: the same bits everywhere.
 //
 // Partial sums travel in the type of the data. So a ring rounds 16-bit floats once per rank; the communicator
 // gives small ones as fp32.
@@ -15,6 +17,7 @@
 #include <span>
 #include <vector>
 
+#include "net/distance.h"
 #include "net/wire_call.h"
 
 namespace baguarun::net {
@@ -63,14 +66,16 @@ class WireGroup {
     size_t reduceSteps;  // then the blocks are handed on as they are
     size_t steps;
     Reduction reduction;
-    bool looksAhead = false;
   };
   struct Segments;
   struct Begun;
+  class Direct;
 
   Ring ringOf(void* data, size_t count, Reduction reduction) const;
-  void ring(WireCall& call, const Ring& ring, size_t sent = 0);
-  void beginNext();
+  std::unique_ptr<Begun> begin(const WireContext::Ahead& ahead, const Ring& ring);
+  void ring(WireCall& call, const Ring& ring, Begun* begun = nullptr);
+  void hear(Begun& begun);
+  void beginNext(Begun& present);
   void doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction);
   void combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
                bool otherFirst);
@@ -78,6 +83,7 @@ class WireGroup {
   WireContext& context_;
   const std::vector<int> members_;
   const size_t place_;
+  Distance distance_;
   // The next all-reduce, of which this rank has sent what it can.
   std::unique_ptr<Begun> begun_;
 };

@@ -6,7 +6,7 @@
 #include "net/error.h"
 #include "net/scale.h"
 #include "net/shm_steps.h"
-#include "net/wire_group.h"
+#include "net/wire_all_reduce.h"
 
 namespace baguarun::net {
 
@@ -14,58 +14,23 @@ using shm::copyBytes;
 
 namespace {
 
-// Pieces of a block: small enough that several are under way at once, large enough to cost little each.
-constexpr size_t kLeastSegmentBytes = 64 << 10;
-constexpr size_t kMostSegmentBytes = 512 << 10;
-constexpr size_t kSegmentsPerBlock = 8;
 // Received and not yet reduced.
 constexpr size_t kWindow = 16;
 
-size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 }  // namespace
 
-// Its first block is sent, or waits for room.
-struct WireGroup::Begun {
-  WireContext::Ahead ahead;
-  WireCall call;
-  size_t sent;
-};
-
 WireGroup::WireGroup(WireContext& context, std::vector<int> members, size_t place)
-    : context_(context), members_(std::move(members)), place_(place) {}
+    : context_(context),
+      members_(std::move(members)),
+      place_(place),
+      distance_(members_.size(), context.allReduceWay()) {}
 
 WireGroup::~WireGroup() = default;
-
-// The segments of a ring's blocks. All blocks have as many; the last block's may be short or empty.
-struct WireGroup::Segments {
-  explicit Segments(const Ring& ring, size_t members)
-      : ring(ring),
-        numBlocks(members),
-        bytes(std::clamp(roundUp(ring.blockBytes / kSegmentsPerBlock, 4096), kLeastSegmentBytes,
-                         kMostSegmentBytes)),
-        perBlock(std::max<size_t>(1, (ring.blockBytes + bytes - 1) / bytes)) {}
-
-  // Segment `number`, counted over the steps, of what the rank at `place` sends.
-  std::span<std::byte> sent(size_t place, size_t number) const {
-    const size_t step = number / perBlock;
-    const size_t block = (place + ring.shift + 2 * numBlocks - step) % numBlocks;
-    const size_t begin = std::min(block * ring.blockBytes, ring.totalBytes);
-    const size_t end = std::min(begin + ring.blockBytes, ring.totalBytes);
-    const size_t from = std::min(begin + number % perBlock * bytes, end);
-    return {ring.data + from, std::min(from + bytes, end) - from};
-  }
-
-  const Ring& ring;
-  const size_t numBlocks;
-  const size_t bytes;
-  const size_t perBlock;
-};
 
 // In step s, a rank sends the block that it has finished in step s - 1 and receives the one before it in the
 // ring; in the first `reduceSteps` what comes is added to the own block. Segment j of the row of all segments
 // can be sent when segment j - perBlock of the row has come.
-void WireGroup::ring(WireCall& call, const Ring& ring, size_t sent) {
+void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun) {
   const size_t members = call.size();
   const size_t next = (place_ + 1) % members;
   const size_t previous = (place_ + members - 1) % members;
@@ -74,6 +39,7 @@ void WireGroup::ring(WireCall& call, const Ring& ring, size_t sent) {
   const size_t reduced = ring.reduceSteps * segments.perBlock;
   const size_t lastStep = reduced - std::min(reduced, segments.perBlock);
   std::byte* const window = reduced > 0 ? context_.scratch(kWindow * segments.bytes) : nullptr;
+  size_t sent = begun != nullptr ? begun->sent : 0;
   size_t posted = 0;
   size_t done = 0;
   while (sent < total || done < total) {
@@ -87,12 +53,15 @@ void WireGroup::ring(WireCall& call, const Ring& ring, size_t sent) {
       call.receive(previous, posted < reduced ? slot : segment.data(), segment.size());
     }
     call.advance();
-    if (ring.looksAhead && sent == total && call.isPosted(next)) {
-      beginNext();
+    if (begun != nullptr && sent == total && call.isPosted(next)) {
+      beginNext(*begun);
     }
     if (done < total && call.numReceived(previous) == done) {
       call.pass(previous);
       continue;
+    }
+    if (begun != nullptr) {
+      hear(*begun);
     }
     for (; done < call.numReceived(previous); ++done) {
       if (done < reduced) {
@@ -108,23 +77,51 @@ void WireGroup::ring(WireCall& call, const Ring& ring, size_t sent) {
   call.finish();
 }
 
-// What nobody else is needed for, while others are waited for.
-void WireGroup::beginNext() {
+// What nobody else is needed for.
+std::unique_ptr<WireGroup::Begun> WireGroup::begin(const WireContext::Ahead& ahead, const Ring& ring) {
+  const size_t next = (place_ + 1) % size();
+  const Link* const link = context_.mesh().find(Mesh::Use::kCollectives, members_[next]);
+  auto begun = std::make_unique<Begun>(ahead, WireCall(context_, members_, place_, ahead.trail),
+                                       distance_.isFar(ring.totalBytes));
+  const uint64_t note = distance_.say(link != nullptr ? link->way() : Way{}, begun->isDirect);
+  for (size_t step = 1; step < size(); ++step) {
+    begun->call.note((place_ + step) % size(), note);
+  }
+  if (begun->isDirect) {
+    Direct(*this, *begun, ring).contribute();
+    return begun;
+  }
+  const Segments segments(ring, size());
+  for (; begun->sent < segments.perBlock; ++begun->sent) {
+    const auto segment = segments.sent(place_, begun->sent);
+    begun->call.send(next, segment.data(), segment.size());
+  }
+  return begun;
+}
+
+void WireGroup::hear(Begun& begun) {
+  if (begun.isHeard) {
+    return;
+  }
+  begun.isHeard = true;
+  const size_t previous = (place_ + size() - 1) % size();
+  if (!distance_.hear(begun.call.waitNote(previous), begun.isDirect)) {
+    throw Error(Fault::kUsage, context_.mesh().name(members_[previous]),
+                "sends its data another way in " + begun.ahead.trail.call.text() +
+                    "; want the same BAGUA_NET_ALL_REDUCE on all ranks");
+  }
+}
+
+// While others are waited for, all that is sent in `present` being on its way.
+void WireGroup::beginNext(Begun& present) {
   if (begun_ == nullptr) {
     const auto ahead = context_.nextAllReduce();
     if (!ahead || ahead->trail.call.count * elementBytes(ahead->trail.call.dtype) <= kSmallBytes) {
       return;
     }
+    hear(present);
     const Call& call = ahead->trail.call;
-    const Ring ring =
-        ringOf(const_cast<void*>(ahead->data), call.count, {.dtype = call.dtype, .op = call.op});
-    const Segments segments(ring, size());
-    begun_ = std::make_unique<Begun>(*ahead, WireCall(context_, members_, place_, ahead->trail),
-                                     segments.perBlock);
-    for (size_t number = 0; number < segments.perBlock; ++number) {
-      const auto segment = segments.sent(place_, number);
-      begun_->call.send((place_ + 1) % size(), segment.data(), segment.size());
-    }
+    begun_ = begin(*ahead, ringOf(const_cast<void*>(ahead->data), call.count, {call.dtype, call.op}));
   }
   begun_->call.advance();
 }
@@ -180,19 +177,21 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
 }
 
 void WireGroup::allReduce(const Call& call, void* data, size_t count, Reduction reduction) {
-  if (const auto begun = std::move(begun_)) {
-    if (begun->ahead.trail != context_.ownTrail(call.sequence) || begun->ahead.data != data) {
-      throw Error(Fault::kUsage, "",
-                  "another call than the one that was said to be next, whose data set out");
-    }
-    ring(begun->call, ringOf(data, count, reduction), begun->sent);
+  if (begun_ == nullptr && count * elementBytes(reduction.dtype) <= kSmallBytes) {
+    WireCall wire(context_, members_, place_, call);
+    doubling(wire, static_cast<std::byte*>(data), count, reduction);
     return;
   }
-  WireCall wire(context_, members_, place_, call);
-  if (count * elementBytes(reduction.dtype) <= kSmallBytes) {
-    doubling(wire, static_cast<std::byte*>(data), count, reduction);
+  const WireContext::Ahead present{.trail = context_.ownTrail(call.sequence), .data = data};
+  const Ring ring = ringOf(data, count, reduction);
+  const auto begun = begun_ != nullptr ? std::move(begun_) : begin(present, ring);
+  if (begun->ahead.trail != present.trail || begun->ahead.data != data) {
+    throw Error(Fault::kUsage, "", "another call than the one that was said to be next, whose data set out");
+  }
+  if (begun->isDirect) {
+    Direct(*this, *begun, ring).run();
   } else {
-    ring(wire, ringOf(data, count, reduction));
+    this->ring(begun->call, ring, begun.get());
   }
 }
 
@@ -200,13 +199,12 @@ WireGroup::Ring WireGroup::ringOf(void* data, size_t count, Reduction reduction)
   const size_t bytes = count * elementBytes(reduction.dtype);
   return {.data = static_cast<std::byte*>(data),
           // Blocks meet at cache lines.
-          .blockBytes = roundUp((bytes + size() - 1) / size(), 64),
+          .blockBytes = Segments::roundUp((bytes + size() - 1) / size(), 64),
           .totalBytes = bytes,
           .shift = 0,
           .reduceSteps = size() - 1,
           .steps = 2 * (size() - 1),
-          .reduction = reduction,
-          .looksAhead = true};
+          .reduction = reduction};
 }
 
 void WireGroup::reduceScatter(const Call& call, void* in, void* out, size_t count, Reduction reduction) {
@@ -233,8 +231,8 @@ void WireGroup::reduce(const Call& call, void* data, size_t count, Reduction red
   const bool isLast = place_ == root;
   const size_t next = (place_ + 1) % size();
   const size_t previous = (place_ + size() - 1) % size();
-  const size_t segment =
-      std::clamp(roundUp(bytes / (2 * kSegmentsPerBlock), 4096), kLeastSegmentBytes, kMostSegmentBytes);
+  const size_t segment = std::clamp(Segments::roundUp(bytes / (2 * Segments::kPerBlock), 4096),
+                                    Segments::kLeastBytes, Segments::kMostBytes);
   const size_t total = std::max<size_t>(1, (bytes + segment - 1) / segment);
   std::byte* const window = context_.scratch(kWindow * segment);
   const auto own = [&](size_t k) {

@@ -6,6 +6,8 @@
 //   probe address TEXT                    the address as understood
 //   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free RATE MEASURED_MS";
 //   streams in use after each
+//   probe distance MEMBERS BYTES... < MEASURED   in each line a call's bytes and, of every member, the trip
+//   in microseconds and the bytes per second; for each call what every member makes of it, 1 for a direct one
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -14,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "net/distance.h"
 #include "net/env.h"
 #include "net/interfaces.h"
 #include "net/sha256.h"
@@ -61,6 +64,29 @@ void speed(const Words& words) {
 
 void address(const Words& words) { std::cout << Address::parse(words.at(0)).toString(); }
 
+void distance(const Words& words) {
+  const size_t size = std::stoul(words.at(0));
+  std::vector<Distance> members(size, Distance(size, Env::read().allReduceWay));
+  size_t bytes = 0;
+  while (std::cin >> bytes) {
+    std::vector<uint64_t> said;
+    std::vector<bool> isDirect;
+    for (Distance& member : members) {
+      int64_t trip = 0;
+      uint64_t rate = 0;
+      std::cin >> trip >> rate;
+      isDirect.push_back(member.isFar(bytes));
+      said.push_back(member.say({.shortestTrip = std::chrono::microseconds(trip), .bytesPerSecond = rate},
+                                isDirect.back()));
+    }
+    for (size_t place = 0; place < size; ++place) {
+      const bool agrees = members[place].hear(said[(place + size - 1) % size], isDirect[place]);
+      std::cout << (isDirect[place] ? "1" : "0") << (agrees ? "" : "!");
+    }
+    std::cout << "\n";
+  }
+}
+
 void streams(const Words& words) {
   StreamCount count(std::stoul(words.at(0)));
   int64_t milliseconds = 0;
@@ -83,7 +109,8 @@ void streams(const Words& words) {
 
 int main(int argc, char** argv) {
   const std::map<std::string, std::function<void(const Words&)>> commands{
-      {"choose", choose}, {"speed", speed}, {"hmac", hmac}, {"address", address}, {"streams", streams}};
+      {"choose", choose},   {"speed", speed},     {"hmac", hmac},
+      {"address", address}, {"streams", streams}, {"distance", distance}};
   try {
     commands.at(argv[1])(Words(argv + 2, argv + argc));
     return 0;

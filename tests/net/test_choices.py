@@ -11,8 +11,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.net import native
+
+_DISTANCE = native.ROOT / "cpp_ext" / "net" / "distance.cc"
 
 HOST = """
 lo 127.0.0.1 8 up
@@ -31,7 +35,7 @@ eth1 [fe80::5]:0 64 up
 def probe(*words: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     ours = ("BAGUA_NET_", "NCCL_", "GLOO_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    program = native.program(Path(__file__).parent / "probe.cpp")
+    program = native.program(Path(__file__).parent / "probe.cpp", others=[_DISTANCE])
     return subprocess.run(
         [str(program), *words], input=given, capture_output=True, text=True, env={**kept, **environment}
     )
@@ -368,3 +372,78 @@ def test_a_link_of_one_stream_has_no_choice() -> None:
     link.observe(10, queueing_us=300)
     link.observe(10, queueing_us=45_000, measured_ms=200)
     assert set(link.used()) == {1}
+
+
+Measured = tuple[int, float]
+"""Of one member's link: microseconds of a round trip, megabits per second."""
+
+
+def all_reduces(calls: list[tuple[int, list[Measured]]], way: str = "") -> list[str]:
+    """What every member makes of each call, its bytes and what is measured then: 1 goes directly."""
+    lines = [
+        " ".join([str(size), *(f"{trip} {int(rate * 125_000)}" for trip, rate in members)])
+        for size, members in calls
+    ]
+    environment = {"BAGUA_NET_ALL_REDUCE": way} if way else {}
+    done = probe("distance", str(len(calls[0][1])), given="\n".join(lines), **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+_MB = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("trip_us", "rate_mbit", "size", "directly"),
+    [
+        (20_000, 1000, 8 * _MB, True),
+        (20_000, 1000, 32 * _MB, False),
+        (20_000, 100, 8 * _MB, False),
+        (20_000, 100, _MB, True),
+        (20_000, 8000, 32 * _MB, True),
+        (400, 8000, 100_000, False),
+        (400, 1000, 8 * _MB, False),
+    ],
+)
+def test_all_reduces_go_directly_where_the_way_is_long_for_the_speed(
+    trip_us: int, rate_mbit: float, size: int, directly: bool
+) -> None:
+    for members in (3, 4, 9):
+        decided = all_reduces([(size, [(trip_us, rate_mbit)] * members)] * (members + 2))
+        assert decided[: members - 1] == ["0" * members] * (members - 1), "before all have heard of all"
+        if members == 4:
+            assert decided[members - 1 :] == [str(int(directly)) * members] * 3
+
+
+def test_one_slow_or_near_link_is_what_all_go_by_and_from_the_same_call_on() -> None:
+    for slow in range(5):
+        fast, far = [(20_000, 1000.0)] * 5, [(200, 1000.0)] * 5
+        fast[slow], far[slow] = (20_000, 10.0), (20_000, 1000.0)
+        assert all_reduces([(8 * _MB, fast)] * 12) == ["00000"] * 12
+        assert all_reduces([(8 * _MB, far)] * 12) == ["00000"] * 4 + ["11111"] * 8
+
+
+@given(data=st.data(), members=st.integers(2, 7))
+@settings(max_examples=30, deadline=None)
+def test_members_never_go_different_ways_whatever_each_measures(data: st.DataObject, members: int) -> None:
+    measured = st.tuples(st.integers(0, 2_000_000), st.floats(0, 100_000))
+    call = st.tuples(st.integers(65_537, 1 << 28), st.lists(measured, min_size=members, max_size=members))
+    decided = all_reduces(data.draw(st.lists(call, min_size=1, max_size=40)))
+    assert set(decided) <= {"0" * members, "1" * members}
+
+
+def test_a_line_that_became_slow_is_left_in_the_end() -> None:
+    calls = [(8 * _MB, [(20_000, 1000.0)] * 3)] * 4 + [(8 * _MB, [(20_000, 50.0)] * 3)] * 30
+    decided = all_reduces(calls)
+    assert decided[3] == "111" and decided[-1] == "000"
+
+
+def test_whoever_says_the_way_has_it_from_the_first_call_on() -> None:
+    slow_and_near = [(8 * _MB, [(100, 10.0)] * 3)] * 3
+    fast_and_far = [(8 * _MB, [(20_000, 8000.0)] * 3)] * 3
+    assert all_reduces(slow_and_near, "direct") == ["111"] * 3
+    assert all_reduces(fast_and_far, "ring") == ["000"] * 3
+    assert all_reduces([(8 * _MB, [(20_000, 8000.0)] * 2)] * 3, "direct") == ["00"] * 3, "two are a ring"
+    refused = probe("distance", "3", given="", BAGUA_NET_ALL_REDUCE="tree")
+    assert refused.returncode == 1
+    assert refused.stderr == "BAGUA_NET_ALL_REDUCE=tree: want auto, ring or direct"

@@ -235,6 +235,35 @@ def test_calls_that_are_known_before_they_come_give_the_same(tmp_path: Path, hos
             assert one.tobytes() == other.tobytes()
 
 
+DIRECTLY = "abc", "abcd", "abcdefgh", "aabbcc"
+"""Three hosts and more; eight do not send to all at once."""
+
+
+@pytest.mark.parametrize("hosts", DIRECTLY)
+def test_what_goes_directly_is_the_bits_of_a_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    random = np.random.default_rng(4)
+    cases = [
+        (str(random.choice(["sum", "avg", "max"])), str(random.choice(["float32", "float64"])), int(count))
+        for count in random.choice(SIZES, 12)
+    ]
+    cases += [("sum", "float32", 1_000_003), ("sum", "float16", 70_001), ("sum", "int32", 70_001)]
+    results, sent_bytes = [], []
+    for way, ahead in (("ring", False), ("direct", False), ("direct", True)):
+        monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", way)
+        folder = tmp_path / f"{way}-{ahead}"
+        folder.mkdir()
+        with members(folder, len(hosts), list(hosts)) as group:
+            outcomes = group.run(reduce_in_a_row, cases, ahead)
+        results.append([[array.tobytes() for array in row] for row, _ in outcomes])
+        sent_bytes.append(sum(sent[-1] for _, sent in outcomes))
+    assert results[0] == results[1] == results[2]
+    # As many, but for who owns which of the blocks' ends, and headers.
+    assert sent_bytes[1] == pytest.approx(sent_bytes[0], rel=0.01)
+    assert sent_bytes[2] == pytest.approx(sent_bytes[1], rel=1e-4)
+
+
 def reduce_two(member: Member, is_known: bool) -> list[int]:
     """What this rank has sent after each of two all-reduces."""
     first, second = (np.ones(1 << 20, np.float32) for _ in range(2))
@@ -247,7 +276,11 @@ def reduce_two(member: Member, is_known: bool) -> list[int]:
     return sent
 
 
-def test_what_nobody_else_is_needed_for_sets_out_before_its_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["ring", "direct"])
+def test_what_nobody_else_is_needed_for_sets_out_before_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", way)
     with members(tmp_path, 3, list("abc")) as group:
         group.run(reduce_two, False)
         usual, ahead = group.run(reduce_two, False), group.run(reduce_two, True)

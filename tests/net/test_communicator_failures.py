@@ -332,16 +332,37 @@ def reduce_then_wait(member: Member) -> None:
     member.barrier()
 
 
+@pytest.mark.parametrize("way", ["ring", "direct"])
 @pytest.mark.parametrize("other", [(reduce_twice, (1 << 19) + 1), (reduce_then_wait,)])
 def test_calls_that_set_out_ahead_and_do_not_match_are_an_error_too(
-    tmp_path: Path, other: Sequence[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Sequence[Any], way: str
 ) -> None:
+    monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", way)
     with members(tmp_path, 3, list("abc")) as group:
         for rank in range(3):
             group.start(rank, *(other if rank == 2 else (reduce_twice, 1 << 19)))
         outcomes = [group.result(rank) for rank in range(3)]
     assert [outcome.fault for outcome in outcomes] == ["usage"] * 3, outcomes
     assert all("rank 2 (" in outcome.message for outcome in outcomes), outcomes
+
+
+def go_another_way(folder: Path, rank: int, size: int, **options: Any) -> Member:
+    """Rank 1 was told something else."""
+    os.environ["BAGUA_NET_ALL_REDUCE"] = "direct" if rank == 1 else "ring"
+    return Member(folder, rank, size, **options)
+
+
+def test_ranks_that_were_told_different_ways_say_so(tmp_path: Path) -> None:
+    library_path()
+    group = Ranks(tmp_path, 3, go_another_way, [{"host": host} for host in "abc"])
+    try:
+        for rank in range(3):
+            group.start(rank, reduce_then_wait)
+        outcomes = [group.result(rank) for rank in range(3)]
+    finally:
+        group.close()
+    assert [outcome.fault for outcome in outcomes] == ["usage"] * 3, outcomes
+    assert any("want the same BAGUA_NET_ALL_REDUCE on all ranks" in outcome.message for outcome in outcomes)
 
 
 def scatter(member: Member, count: int, root: int) -> None:

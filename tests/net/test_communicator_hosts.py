@@ -71,6 +71,31 @@ def test_a_stream_that_fills_the_queue_of_a_slow_wire_is_held_small(tmp_path: Pa
             assert float(seconds) > 0 and int(sent) > 0
 
 
+def bytes_to(host: Host, other: Host) -> int:
+    """Sent over connections that are established."""
+    listed = host.run(["ss", "-tinO", "state", "established", "dst", other.address]).stdout
+    return sum(int(sent) for sent in re.findall(r"\bbytes_sent:(\d+)", listed))
+
+
+@pytest.mark.parametrize(("delay_ms", "directly"), [(None, False), (5.0, True)])
+def test_all_reduces_go_directly_between_hosts_that_are_far_from_each_other(
+    tmp_path: Path, delay_ms: float | None, directly: bool
+) -> None:
+    with Lab(hosts=4, delay_ms=delay_ms) as lab:
+        processes = start(lab, tmp_path, [0, 1, 2, 3], "cycle", 1_000_000, 10_000, 30)
+        try:
+            # A round's share of one host is 1.5 MB around the ring, or 0.5 MB to each.
+            while bytes_to(lab.hosts[0], lab.hosts[1]) < 20_000_000:
+                assert all(process.poll() is None for process in processes)
+                time.sleep(0.05)
+            across = bytes_to(lab.hosts[0], lab.hosts[2])
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+    assert across > 5_000_000 if directly else across < 100_000
+
+
 def test_a_host_that_is_cut_off_is_a_timeout_that_names_its_rank(tmp_path: Path) -> None:
     with Lab(hosts=3) as lab:
         processes = start(lab, tmp_path, [0, 1, 2], "cycle", 1_000_000, 1000, 2)
