@@ -4,8 +4,9 @@ Bytes are what leaves one host per step. Ring, rails and direct messages between
 all, with S bytes of gradients or weights: an all-reduce around a ring of ranks sends 2(R-1)/R S over the one
 edge that leaves a host; one by rail 2(N-1)/N S; direct messages among all ranks 2g(R-g)/R S. PowerSGD's S is
 4r(m+k) bytes of each m x k matrix that it compresses, and all of the rest; torch's reduces these three apart.
-An all-reduce of few bytes goes by doubling on `baguanet`, where hosts exchange all they have with log2(N)
-others: S log2(N), in fewer messages.
+On a ring 2(R-1) messages follow each other. On `baguanet` two may be enough, as it can send directly to who
+sums up and from there to all; that is the least, wherever it takes a ring since that fills the wire better.
+An all-reduce of few bytes goes by doubling there: hosts exchange all they have with log2(N) others, S log2(N).
 
 A `_run` is a training in short, the warm-up its first tenth: its cost is the mean of its steps'.
 
@@ -201,14 +202,14 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
     is_ring = transport == "gloo" or (base.startswith("ddp") and transport != "baguanet")
     if base in ("ddp", "ddp_fp16", "gradient_allreduce"):
         sent_bytes = size_bytes / 2 if base == "ddp_fp16" else size_bytes
-        return _all_reduce(cluster, sent_bytes, by_rail=not is_ring or level == "rail")
+        return _all_reduce(cluster, sent_bytes, by_rail=not is_ring or level == "rail", is_ring=is_ring)
     if base in _LEAST_GAINS:
         parts = gradients.low_rank_bytes(_RANK, _LEAST_GAINS[base])
         # Ours has messages of its own, among all ranks; torch's are all-reduces.
         if base == "power_sgd":
             once = _direct(cluster, sum(parts), by_rail=False)
             return replace(once, messages=2 * once.messages)
-        reduced = [_all_reduce(cluster, size, by_rail=not is_ring) for size in parts]
+        reduced = [_all_reduce(cluster, size, by_rail=not is_ring, is_ring=is_ring) for size in parts]
         # One factor follows the other.
         return Cost(
             host_bytes=sum(part.host_bytes for part in reduced),
@@ -228,11 +229,11 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
         senders = 1.0 if level != "flat" else _senders(cluster, is_exponential=base.endswith("exponential"))
         return Cost(host_bytes=senders * size_bytes, messages=1, behind=Behind.COMPUTING)
     if base == "decentralized":
-        whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat")
+        whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat", is_ring=is_ring)
         return replace(whole, behind=Behind.COMPUTING)
     behind = Behind.NOTHING if base in _WAITING else Behind.STEP
     if base in ("async_model_average", "local_sgd", "diloco"):
-        whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat")
+        whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat", is_ring=is_ring)
         return _times(whole, rounds_per_step, behind=behind)
     if base in ("diloco_int8", "diloco_overlapped"):
         coded = _direct(cluster, size_bytes * _ratio(8), by_rail=level != "flat")
@@ -241,13 +242,14 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
     return None
 
 
-def _all_reduce(cluster: Cluster, size_bytes: float, *, by_rail: bool) -> Cost:
+def _all_reduce(cluster: Cluster, size_bytes: float, *, by_rail: bool, is_ring: bool) -> Cost:
     """By doubling for as many hosts as a power of two, which is what the lab has."""
     peers = cluster.hosts if by_rail else cluster.ranks
     if by_rail and size_bytes <= _DOUBLED_BYTES:
         rounds = (peers - 1).bit_length()
         return Cost(host_bytes=rounds * size_bytes, messages=rounds)
-    return Cost(host_bytes=2 * (peers - 1) / peers * size_bytes, messages=2 * (peers - 1))
+    messages = 2 * (peers - 1) if is_ring else 2
+    return Cost(host_bytes=2 * (peers - 1) / peers * size_bytes, messages=messages)
 
 
 def _direct(cluster: Cluster, coded_bytes: float, *, by_rail: bool) -> Cost:

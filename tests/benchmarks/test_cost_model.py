@@ -65,7 +65,7 @@ def test_bytes_that_leave_a_host(case: str, cluster: Cluster, of_size: float) ->
 
 def test_what_exchanges_now_and_then_costs_as_often() -> None:
     local = cost_of("local_sgd", FLAT, Gradients(((20000,),)), rounds_per_step=1 / 8)
-    assert local == Cost(host_bytes=15000, messages=0.75, behind=Behind.NOTHING)
+    assert local == Cost(host_bytes=15000, messages=0.25, behind=Behind.NOTHING)
     overlapped = cost_of("diloco_overlapped", FLAT, GRADIENTS, rounds_per_step=0.04)
     whole = cost_of("diloco_int8", FLAT, GRADIENTS, rounds_per_step=0.01)
     assert overlapped is not None and whole is not None
@@ -83,6 +83,21 @@ def test_of_low_rank_is_what_gains_by_it() -> None:
     assert Gradients(((8, 3, 3, 3),)).low_rank_bytes(2, 1) == (4 * 2 * 8, 4 * 2 * 27, 0)
     factors = cost_of("power_sgd", FLAT, MLP)
     assert factors is not None and factors.messages == 4
+
+
+def test_an_all_reduce_takes_two_messages_in_a_row_on_our_transport_and_all_around_a_ring() -> None:
+    messages = {
+        case: cost.messages
+        for case in ("ddp", "ddp@baguanet", "gradient_allreduce", "gradient_allreduce@gloo", "decentralized")
+        if (cost := cost_of(case, FLAT, GRADIENTS)) is not None
+    }
+    assert messages == {
+        "ddp": 6,
+        "ddp@baguanet": 2,
+        "gradient_allreduce": 2,
+        "gradient_allreduce@gloo": 6,
+        "decentralized": 2,
+    }
 
 
 def test_few_bytes_go_by_doubling_on_our_transport() -> None:
