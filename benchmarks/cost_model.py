@@ -6,7 +6,7 @@ edge that leaves a host; one by rail 2(N-1)/N S; direct messages among all ranks
 4r(m+k) bytes of each m x k matrix that it compresses, and all of the rest; torch's reduces these three apart.
 On a ring 2(R-1) messages follow each other. On `baguanet` two may be enough, as it can send directly to who
 sums up and from there to all; that is the least, wherever it takes a ring since that fills the wire better.
-An all-reduce of few bytes goes by doubling there: hosts exchange all they have with log2(N) others, S log2(N).
+One of few bytes goes by doubling there: hosts exchange all they have with log2(N) others, S log2(N).
 
 A `_run` is a training in short, the warm-up its first tenth: its cost is the mean of its steps'.
 
