@@ -1,4 +1,4 @@
-// How far the members of a group are from each other, as all of them know it alike.
+// How far the members of a group are from each other around a ring, as all of them know it alike.
 //
 // What one of them measures says little of the others' links, and those who take different ways through one
 // collective never meet. So each tells the next one, in the header of a call, what it has measured or heard;
@@ -17,27 +17,39 @@ namespace baguarun::net {
 // Threads: one at a time.
 class Distance {
  public:
+  // In what is said: the call is a direct one.
+  static constexpr uint64_t kDirect = uint64_t{1} << 63;
+
   Distance(size_t numMembers, AllReduceWay wanted) : numMembers_(numMembers), wanted_(wanted) {}
 
   // Whether the next all-reduce of `bytes` goes directly: the same on all members.
   bool isFar(size_t bytes) const noexcept;
 
-  // What the next call's header says; `toNext` is measured. To be called once for each.
-  uint64_t say(const Way& toNext, bool isDirect) noexcept;
-  // What that of the member before says in the same call. False: it goes another way.
-  bool hear(uint64_t said, bool isDirect) noexcept;
+  // The next call's header says what is measured then, or else what was heard.
+  bool measures() const noexcept { return numHeard_ == 0; }
+  // `toNext`: trip and speed of the link to the next member. Ignored unless the call measures.
+  void measure(const Way& toNext) noexcept;
+  // What the header of a call says, and what the one before says in the same call; one after the other.
+  uint64_t say(bool isDirect) const noexcept;
+  void hear(uint64_t said) noexcept;
 
  private:
-  Way measured(const Way& toNext) noexcept;
+  // Of members in a row, in units in which they go over the wire.
+  struct Links {
+    uint64_t trips = 0;  // of all together
+    uint64_t longestTrip = 0;
+    uint64_t leastRate = 0;
+  };
+  static Links unpacked(uint64_t said) noexcept;
 
   const size_t numMembers_;
   const AllReduceWay wanted_;
-  Way agreed_;
-  // Of those that have been heard of since the last agreement, the worst; in how many calls.
-  Way worst_;
+  Links agreed_;
+  Links own_;
+  // Of the own link and those behind it that have been heard of.
+  Links known_;
   size_t numHeard_ = 0;
   double bytesPerSecond_ = 0;
-  bool wasDirect_ = false;
 };
 
 }  // namespace baguarun::net

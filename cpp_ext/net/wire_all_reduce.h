@@ -61,6 +61,10 @@ struct WireGroup::Begun {
 // is the order in which it adds what comes, and every link carries one message each way.
 class WireGroup::Direct {
  public:
+  // Many large messages at once overflow the queue in front of the receiver; with one at a time, whoever
+  // waits for a slow one lets the line run empty, and all others in turn.
+  static constexpr size_t kAtOnce = 3;
+
   Direct(WireGroup& group, Begun& begun, const Ring& ring);
 
   // Queues contributions, as far as others have kept up.
@@ -68,9 +72,6 @@ class WireGroup::Direct {
   void run();
 
  private:
-  // Many large messages at once overflow the queue in front of the receiver; with one at a time, whoever
-  // waits for a slow one lets the line run empty, and all others in turn.
-  static constexpr size_t kAtOnce = 3;
   static constexpr size_t kPacedBytes = 64 << 10;
   // Received of one contribution and not yet added.
   static constexpr size_t kWindow = 8;
@@ -90,7 +91,7 @@ class WireGroup::Direct {
   bool add();
   void answer();
   bool hasAnswered() const;
-  // Somebody whose message is needed to get on; nobody: the own place.
+  // Whose message, or room for one, is needed to get on; nobody's: the own place.
   size_t awaited() const;
 
   WireGroup& group_;

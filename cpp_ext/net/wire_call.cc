@@ -11,6 +11,14 @@ WireCall::WireCall(WireContext& context, const std::vector<int>& members, size_t
                    const CallTrail& trail)
     : context_(context), members_(members), place_(place), trail_(trail), peers_(members.size()) {}
 
+void WireCall::noteToAll(uint64_t note, uint64_t alike, const char* setting) {
+  alike_ = alike;
+  setting_ = setting;
+  for (Peer& peer : peers_) {
+    peer.note = note;
+  }
+}
+
 void WireCall::use(size_t member) {
   NET_CHECK(member != place_ && member < members_.size());
   if (!peers_[member].isActive) {
@@ -141,6 +149,11 @@ void WireCall::checkHeader(size_t member, Peer& peer) {
     throw Error(
         Fault::kUsage, context_.mesh().name(members_[member]),
         known.value_or("calls " + theirs.call.text() + ", where " + us + " calls " + trail_.call.text()));
+  }
+  if (((peer.theirs.note ^ peer.note) & alike_) != 0) {
+    throw Error(
+        Fault::kUsage, context_.mesh().name(members_[member]),
+        "goes another way in " + trail_.call.text() + "; want the same " + setting_ + " on all ranks");
   }
   peer.isKnown = true;
 }

@@ -52,8 +52,12 @@ class WireCall {
 
   // What the header to a member says beside the call; before the first send to it.
   void note(size_t to, uint64_t note) { peers_[to].note = note; }
-  // Sends the header alone.
+  // The same to all. In the bits of `alike` those of others must say the same, which `setting` decides, or
+  // the call ends with Fault::kUsage. `setting` lives for ever.
+  void noteToAll(uint64_t note, uint64_t alike, const char* setting);
+  // Sends the header alone, or takes one.
   void greet(size_t to);
+  void expect(size_t from);
   // Queues a message. `data` must stay until it is sent.
   void send(size_t to, const void* data, size_t bytes);
   // Queues room for a message of `bytes`.
@@ -104,7 +108,6 @@ class WireCall {
   };
 
   void use(size_t member);
-  void expect(size_t from);
   bool advanceSends(size_t member, Peer& peer, Link& link);
   bool advanceReceives(size_t member, Peer& peer, Link& link);
   void checkHeader(size_t member, Peer& peer);
@@ -113,6 +116,8 @@ class WireCall {
   const std::vector<int>& members_;
   const size_t place_;
   const CallTrail trail_;
+  uint64_t alike_ = 0;
+  const char* setting_ = "";
   std::vector<Peer> peers_;
   std::vector<size_t> active_;
 };

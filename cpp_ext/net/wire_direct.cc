@@ -107,27 +107,35 @@ size_t WireGroup::Direct::awaited() const {
       return source(step);
     }
   }
+  for (size_t step = 1; step < group_.size(); ++step) {
+    if (answered_[step] < segments_.perBlock || !begun_.call.isPosted(target(step))) {
+      return target(step);
+    }
+  }
   return group_.place_;
 }
 
 void WireGroup::Direct::run() {
   scratch_ = group_.context_.scratch((segments_.perBlock + kAtOnce * kWindow) * segments_.bytes);
+  // If the one before goes another way its header is all that comes.
+  begun_.call.expect(target(1));
   for (;;) {
     makeRoom();
     contribute();
     answer();
-    begun_.call.advance();
+    const bool moved = begun_.call.advance();
     if (hasAnswered()) {
       group_.beginNext(begun_);
     }
-    if (add()) {
+    // What came may be what others' turn waited for.
+    if (add() || moved) {
       continue;
     }
     const size_t from = awaited();
-    if (from == group_.place_ && hasAnswered()) {
+    if (from == group_.place_) {
       break;
     }
-    begun_.call.pass(from == group_.place_ ? source(1) : from);
+    begun_.call.pass(from);
   }
   begun_.call.finish();
   group_.hear(begun_);

@@ -74,6 +74,7 @@ class WireGroup {
   Ring ringOf(void* data, size_t count, Reduction reduction) const;
   std::unique_ptr<Begun> begin(const WireContext::Ahead& ahead, const Ring& ring);
   void ring(WireCall& call, const Ring& ring, Begun* begun = nullptr);
+  Way measuredWay() const;
   void hear(Begun& begun);
   void beginNext(Begun& present);
   void doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction);
@@ -84,6 +85,7 @@ class WireGroup {
   const std::vector<int> members_;
   const size_t place_;
   Distance distance_;
+  bool wasDirect_ = false;  // the last one of which distance_ knows
   // The next all-reduce, of which this rank has sent what it can.
   std::unique_ptr<Begun> begun_;
 };

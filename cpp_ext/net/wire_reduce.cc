@@ -60,9 +60,6 @@ void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun) {
       call.pass(previous);
       continue;
     }
-    if (begun != nullptr) {
-      hear(*begun);
-    }
     for (; done < call.numReceived(previous); ++done) {
       if (done < reduced) {
         const auto segment = segments.sent(previous, done);
@@ -75,18 +72,40 @@ void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun) {
     }
   }
   call.finish();
+  if (begun != nullptr) {
+    hear(*begun);
+  }
+}
+
+// Of the link to the next member. Directly, the links to as many as are sent to at once share a line.
+Way WireGroup::measuredWay() const {
+  const auto wayTo = [this](size_t step) {
+    const int rank = members_[(place_ + step) % size()];
+    const Link* const link = context_.mesh().find(Mesh::Use::kCollectives, rank);
+    return link != nullptr ? link->way() : Way{};
+  };
+  Way found = wayTo(1);
+  if (wasDirect_) {
+    for (size_t step = 2; step < size(); ++step) {
+      found.bytesPerSecond = std::min(found.bytesPerSecond, wayTo(step).bytesPerSecond);
+    }
+    found.bytesPerSecond *= std::min(Direct::kAtOnce, size() - 1);
+  }
+  return found;
 }
 
 // What nobody else is needed for.
 std::unique_ptr<WireGroup::Begun> WireGroup::begin(const WireContext::Ahead& ahead, const Ring& ring) {
   const size_t next = (place_ + 1) % size();
-  const Link* const link = context_.mesh().find(Mesh::Use::kCollectives, members_[next]);
   auto begun = std::make_unique<Begun>(ahead, WireCall(context_, members_, place_, ahead.trail),
                                        distance_.isFar(ring.totalBytes));
-  const uint64_t note = distance_.say(link != nullptr ? link->way() : Way{}, begun->isDirect);
-  for (size_t step = 1; step < size(); ++step) {
-    begun->call.note((place_ + step) % size(), note);
+  if (distance_.measures()) {
+    distance_.measure(measuredWay());
   }
+  wasDirect_ = begun->isDirect;
+  begun->call.noteToAll(distance_.say(begun->isDirect), Distance::kDirect, "BAGUA_NET_ALL_REDUCE");
+  // Whatever way others go, the next one hears of it.
+  begun->call.greet(next);
   if (begun->isDirect) {
     Direct(*this, *begun, ring).contribute();
     return begun;
@@ -100,15 +119,9 @@ std::unique_ptr<WireGroup::Begun> WireGroup::begin(const WireContext::Ahead& ahe
 }
 
 void WireGroup::hear(Begun& begun) {
-  if (begun.isHeard) {
-    return;
-  }
-  begun.isHeard = true;
-  const size_t previous = (place_ + size() - 1) % size();
-  if (!distance_.hear(begun.call.waitNote(previous), begun.isDirect)) {
-    throw Error(Fault::kUsage, context_.mesh().name(members_[previous]),
-                "sends its data another way in " + begun.ahead.trail.call.text() +
-                    "; want the same BAGUA_NET_ALL_REDUCE on all ranks");
+  if (!begun.isHeard) {
+    begun.isHeard = true;
+    distance_.hear(begun.call.waitNote((place_ + size() - 1) % size()));
   }
 }
 

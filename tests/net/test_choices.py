@@ -408,19 +408,31 @@ _MB = 1_000_000
 def test_all_reduces_go_directly_where_the_way_is_long_for_the_speed(
     trip_us: int, rate_mbit: float, size: int, directly: bool
 ) -> None:
-    for members in (3, 4, 9):
-        decided = all_reduces([(size, [(trip_us, rate_mbit)] * members)] * (members + 2))
-        assert decided[: members - 1] == ["0" * members] * (members - 1), "before all have heard of all"
-        if members == 4:
-            assert decided[members - 1 :] == [str(int(directly)) * members] * 3
+    decided = all_reduces([(size, [(trip_us, rate_mbit)] * 4)] * 6)
+    assert decided == ["0000"] * 3 + [str(int(directly)) * 4] * 3, "once all have heard of all"
 
 
-def test_one_slow_or_near_link_is_what_all_go_by_and_from_the_same_call_on() -> None:
+@pytest.mark.parametrize(("members", "most_mb"), [(3, 5), (5, 30), (9, 80)])
+def test_the_longer_a_ring_the_more_is_gained_directly(members: int, most_mb: int) -> None:
+    for size_mb in (5, 30, 80):
+        calls = [(size_mb * _MB, [(40_000, 1000.0)] * members)] * members
+        assert all_reduces(calls)[-1] == str(int(size_mb <= most_mb)) * members
+
+
+def test_one_slow_link_is_what_all_go_by_and_from_the_same_call_on() -> None:
     for slow in range(5):
-        fast, far = [(20_000, 1000.0)] * 5, [(200, 1000.0)] * 5
-        fast[slow], far[slow] = (20_000, 10.0), (20_000, 1000.0)
-        assert all_reduces([(8 * _MB, fast)] * 12) == ["00000"] * 12
-        assert all_reduces([(8 * _MB, far)] * 12) == ["00000"] * 4 + ["11111"] * 8
+        links = [(20_000, 1000.0)] * 5
+        links[slow] = (20_000, 10.0)
+        assert all_reduces([(8 * _MB, links)] * 12) == ["00000"] * 12
+    assert all_reduces([(8 * _MB, [(20_000, 1000.0)] * 5)] * 12) == ["00000"] * 4 + ["11111"] * 8
+
+
+def test_hosts_in_two_places_that_are_far_apart_keep_to_the_ring_that_crosses_once() -> None:
+    near, far = (200, 100_000.0), (20_000, 100_000.0)
+    places = [near, near, near, far, near, near, near, far]
+    assert all_reduces([(8 * _MB, places)] * 16) == ["0" * 8] * 16
+    alike = [far, far, far, near] * 2
+    assert all_reduces([(8 * _MB, alike)] * 16) == ["0" * 8] * 7 + ["1" * 8] * 9
 
 
 @given(data=st.data(), members=st.integers(2, 7))

@@ -346,23 +346,27 @@ def test_calls_that_set_out_ahead_and_do_not_match_are_an_error_too(
     assert all("rank 2 (" in outcome.message for outcome in outcomes), outcomes
 
 
-def go_another_way(folder: Path, rank: int, size: int, **options: Any) -> Member:
-    """Rank 1 was told something else."""
-    os.environ["BAGUA_NET_ALL_REDUCE"] = "direct" if rank == 1 else "ring"
+def go_another_way(folder: Path, rank: int, size: int, way: str, **options: Any) -> Member:
+    os.environ["BAGUA_NET_ALL_REDUCE"] = way
     return Member(folder, rank, size, **options)
 
 
-def test_ranks_that_were_told_different_ways_say_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", ["rdr", "rdrrr", "ddrdd", "aaarraaa"])
+def test_ranks_that_were_told_different_ways_say_so(tmp_path: Path, ways: str) -> None:
     library_path()
-    group = Ranks(tmp_path, 3, go_another_way, [{"host": host} for host in "abc"])
+    words = {"r": "ring", "d": "direct", "a": "auto"}
+    each = [{"host": f"host {rank}", "way": words[way]} for rank, way in enumerate(ways)]
+    group = Ranks(tmp_path, len(ways), go_another_way, each)
     try:
-        for rank in range(3):
-            group.start(rank, reduce_then_wait)
-        outcomes = [group.result(rank) for rank in range(3)]
+        outcomes = group.run(reduce_then_wait)
     finally:
         group.close()
-    assert [outcome.fault for outcome in outcomes] == ["usage"] * 3, outcomes
-    assert any("want the same BAGUA_NET_ALL_REDUCE on all ranks" in outcome.message for outcome in outcomes)
+    if "a" in ways:
+        assert outcomes == [None] * len(ways), "who sees no reason takes the ring"
+    else:
+        assert [outcome.fault for outcome in outcomes] == ["usage"] * len(ways), outcomes
+        wants = "want the same BAGUA_NET_ALL_REDUCE on all ranks"
+        assert all(wants in outcome.message for outcome in outcomes), outcomes
 
 
 def scatter(member: Member, count: int, root: int) -> None:
