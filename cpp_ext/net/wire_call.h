@@ -55,9 +55,8 @@ class WireCall {
   // The same to all. In the bits of `alike` those of others must say the same, which `setting` decides, or
   // the call ends with Fault::kUsage. `setting` lives for ever.
   void noteToAll(uint64_t note, uint64_t alike, const char* setting);
-  // Sends the header alone, or takes one.
+  // Sends the header alone.
   void greet(size_t to);
-  void expect(size_t from);
   // Queues a message. `data` must stay until it is sent.
   void send(size_t to, const void* data, size_t bytes);
   // Queues room for a message of `bytes`.
@@ -108,6 +107,7 @@ class WireCall {
   };
 
   void use(size_t member);
+  void expect(size_t from);
   bool advanceSends(size_t member, Peer& peer, Link& link);
   bool advanceReceives(size_t member, Peer& peer, Link& link);
   void checkHeader(size_t member, Peer& peer);

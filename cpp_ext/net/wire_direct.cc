@@ -117,8 +117,6 @@ size_t WireGroup::Direct::awaited() const {
 
 void WireGroup::Direct::run() {
   scratch_ = group_.context_.scratch((segments_.perBlock + kAtOnce * kWindow) * segments_.bytes);
-  // If the one before goes another way its header is all that comes.
-  begun_.call.expect(target(1));
   for (;;) {
     makeRoom();
     contribute();

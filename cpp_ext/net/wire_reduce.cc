@@ -104,7 +104,7 @@ std::unique_ptr<WireGroup::Begun> WireGroup::begin(const WireContext::Ahead& ahe
   }
   wasDirect_ = begun->isDirect;
   begun->call.noteToAll(distance_.say(begun->isDirect), Distance::kDirect, "BAGUA_NET_ALL_REDUCE");
-  // Whatever way others go, the next one hears of it.
+  // One that goes around the ring finds out at once that this rank does not.
   begun->call.greet(next);
   if (begun->isDirect) {
     Direct(*this, *begun, ring).contribute();
