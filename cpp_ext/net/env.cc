@@ -3,6 +3,8 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <utility>
 
 #include "net/error.h"
 
@@ -49,32 +51,30 @@ std::optional<std::string> readText(const Lookup& lookup, const char* name) {
   return text == nullptr || *text == '\0' ? std::nullopt : std::optional<std::string>(text);
 }
 
+template <typename T>
+T readOneOf(const Lookup& lookup, const char* name, T fallback,
+            std::initializer_list<std::pair<const char*, T>> known, const char* want) {
+  const auto text = readText(lookup, name);
+  if (!text) {
+    return fallback;
+  }
+  for (const auto& [word, value] : known) {
+    if (*text == word) {
+      return value;
+    }
+  }
+  reject(name, *text, want);
+}
+
 Family readFamily(const Lookup& lookup) {
-  const std::string text = readText(lookup, "NCCL_SOCKET_FAMILY").value_or("");
-  if (text.empty()) {
-    return Family::kAny;
-  }
-  if (text == "AF_INET") {
-    return Family::kIPv4;
-  }
-  if (text == "AF_INET6") {
-    return Family::kIPv6;
-  }
-  reject("NCCL_SOCKET_FAMILY", text, "AF_INET or AF_INET6");
+  return readOneOf(lookup, "NCCL_SOCKET_FAMILY", Family::kAny,
+                   {{"AF_INET", Family::kIPv4}, {"AF_INET6", Family::kIPv6}}, "AF_INET or AF_INET6");
 }
 
 AllReduceWay readAllReduceWay(const Lookup& lookup) {
-  const std::string text = readText(lookup, "BAGUA_NET_ALL_REDUCE").value_or("auto");
-  if (text == "auto") {
-    return AllReduceWay::kByDistance;
-  }
-  if (text == "ring") {
-    return AllReduceWay::kRing;
-  }
-  if (text == "direct") {
-    return AllReduceWay::kDirect;
-  }
-  reject("BAGUA_NET_ALL_REDUCE", text, "auto, ring or direct");
+  using enum AllReduceWay;
+  return readOneOf(lookup, "BAGUA_NET_ALL_REDUCE", kByDistance,
+                   {{"auto", kByDistance}, {"ring", kRing}, {"direct", kDirect}}, "auto, ring or direct");
 }
 
 }  // namespace
