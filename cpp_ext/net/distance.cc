@@ -55,9 +55,6 @@ bool Distance::isFar(size_t bytes) const noexcept {
 }
 
 void Distance::measure(const Way& toNext) noexcept {
-  if (!measures()) {
-    return;
-  }
   bytesPerSecond_ = std::max(static_cast<double>(toNext.bytesPerSecond), kKept * bytesPerSecond_);
   const std::chrono::duration<double> trip = toNext.shortestTrip;
   const double units = trip.count() / kTripUnitS;

@@ -25,9 +25,10 @@ class Distance {
   // Whether the next all-reduce of `bytes` goes directly: the same on all members.
   bool isFar(size_t bytes) const noexcept;
 
-  // The next call's header says what is measured then, or else what was heard.
+  // Whether the next call's header says what is measured then, else what was heard.
   bool measures() const noexcept { return numHeard_ == 0; }
-  // `toNext`: trip and speed of the link to the next member. Ignored unless the call measures.
+  // `toNext`: trip and speed of the link to the next member. For calls that measure, before they say
+  // anything.
   void measure(const Way& toNext) noexcept;
   // What the header of a call says, and what the one before says in the same call; one after the other.
   uint64_t say(bool isDirect) const noexcept;

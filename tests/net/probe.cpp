@@ -6,8 +6,8 @@
 //   probe address TEXT                    the address as understood
 //   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free RATE MEASURED_MS";
 //   streams in use after each
-//   probe distance MEMBERS BYTES... < MEASURED   in each line a call's bytes and, of every member, the trip
-//   in microseconds and the bytes per second; for each call what every member makes of it, 1 for a direct one
+//   probe distance MEMBERS < CALLS        in each line a call's bytes and, of every member, the trip in
+//   microseconds and the bytes per second; for each call what every member makes of it, 1 for a direct one
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -76,7 +76,9 @@ void distance(const Words& words) {
       uint64_t rate = 0;
       std::cin >> trip >> rate;
       isDirect.push_back(member.isFar(bytes));
-      member.measure({.shortestTrip = std::chrono::microseconds(trip), .bytesPerSecond = rate});
+      if (member.measures()) {
+        member.measure({.shortestTrip = std::chrono::microseconds(trip), .bytesPerSecond = rate});
+      }
       said.push_back(member.say(isDirect.back()));
     }
     for (size_t place = 0; place < size; ++place) {
