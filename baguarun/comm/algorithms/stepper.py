@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import time
 import weakref
@@ -262,15 +263,23 @@ _Stepper = TypeVar("_Stepper", bound=Stepper)
 def finish_at_exit(stepper: _Stepper, finish: Callable[[_Stepper], None]) -> None:
     """Have the process stay until `finish(stepper)` has returned: slower ranks still need this one's part.
 
-    Not after an error, which ends the others' exchanges too, nor once the groups are destroyed.
+    Not after an error, which ends the others' exchanges too. Once the groups are destroyed only Gloo's are
+    waited for: those go on as long as the model has the group.
     """
     this = weakref.ref(stepper)
+    outlives_groups = dist.get_backend(stepper.context.group) == dist.Backend.GLOO
 
     def finish_it() -> None:
         stepper = this()
-        if stepper is not None and dist.is_initialized() and not hasattr(sys, "last_value"):
+        if stepper is None or hasattr(sys, "last_value"):
+            return
+        if dist.is_initialized():
             finish(stepper)
-            _let_gloo_go_idle()
+        elif outlives_groups:
+            # A rank that is gone by now is nobody's error any more.
+            with contextlib.suppress(CommunicationError):
+                finish(stepper)
+        _let_gloo_go_idle()
 
     atexit.register(finish_it)
     weakref.finalize(stepper, atexit.unregister, finish_it)

@@ -314,14 +314,18 @@ def test_a_fast_rank_may_end_while_a_slow_one_still_trains(tmp_path: Path, backe
 
 STARVED = """
 import atexit, os, sys, torch, torch.distributed as dist
+from types import SimpleNamespace
 from baguarun.comm.algorithms.stepper import finish_at_exit
 
 class Exchange:
     def __init__(self):
+        self.context = SimpleNamespace(group=dist.group.WORLD)
         self.sent = torch.ones(90_000)
+        self.work = dist.all_reduce(self.sent, async_op=True)
 
     def finish(self):
-        dist.all_reduce(self.sent)
+        self.work.wait()
+        self.work = None
 
 os.sched_setaffinity(0, {int(sys.argv[3])})
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
@@ -335,14 +339,17 @@ exchange = Exchange()
 # The last one registered is the first one called.
 atexit.register(lambda: print("held by", exchange.sent._use_count()))
 finish_at_exit(exchange, Exchange.finish)
+if sys.argv[4] == "destroys":
+    dist.destroy_process_group()
 """
 
 
-def test_gloos_threads_have_let_go_of_tensors_when_the_interpreter_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["destroys", "just ends"])
+def test_gloos_threads_have_let_go_of_tensors_when_the_interpreter_ends(tmp_path: Path, ending: str) -> None:
     cpu = str(min(os.sched_getaffinity(0)))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", STARVED, str(rank), str(tmp_path / "store"), cpu],
+            [sys.executable, "-c", STARVED, str(rank), str(tmp_path / "store"), cpu, ending],
             stdout=subprocess.PIPE,
             text=True,
         )
