@@ -123,6 +123,8 @@ class LogPump:
         self._poller = select.poll()
         self._wake_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._poller.register(self._wake_fd, select.POLLIN)
+        # Until a command has woken the thread, which may have carried it out, and be gone, before that.
+        self._waking = threading.Lock()
         self._warned: set[object] = set()
         self._closing = False
         self._closed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -176,21 +178,23 @@ class LogPump:
         """Resolves when all streams have ended and everything is written."""
 
         def leave() -> None:
-            self._closing = True
+            with self._waking:
+                self._closing = True
 
         self._command(leave)
         return self._closed
 
     def _command(self, command: Callable[[], None]) -> None:
-        if self._closing:
-            raise RuntimeError("the log pump is closed")
-        if self._thread is None:
-            # A daemon: an agent that has to leave does not wait for a terminal held with ^S.
-            self._thread = threading.Thread(target=self._run, name="baguarun-logs", daemon=True)
-            self._thread.start()
-        self._commands.append(command)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write_fd, b"x")
+        with self._waking:
+            if self._closing:
+                raise RuntimeError("the log pump is closed")
+            if self._thread is None:
+                # A daemon: an agent that has to leave does not wait for a terminal held with ^S.
+                self._thread = threading.Thread(target=self._run, name="baguarun-logs", daemon=True)
+                self._thread.start()
+            self._commands.append(command)
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake_write_fd, b"x")
 
     def _run(self) -> None:
         try:
@@ -202,8 +206,9 @@ class LogPump:
             for ended in (*(stream.ended for stream in self._streams.values()), self._closed):
                 ended.set_exception(error)
             raise
-        os.close(self._wake_fd)
-        os.close(self._wake_write_fd)
+        with self._waking:
+            os.close(self._wake_fd)
+            os.close(self._wake_write_fd)
         self._closed.set_result(None)
 
     def _turn(self) -> None:

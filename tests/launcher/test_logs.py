@@ -6,12 +6,14 @@ import os
 import pty
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baguarun.errors import UsageError
+from baguarun.launcher.log_pump import Console, LogPump
 from baguarun.launcher.logs import STDERR, STDOUT, Logs, LogSettings, WorkerLog, file_name
 
 
@@ -221,6 +223,22 @@ def test_a_hundred_thousand_lines_of_four_workers_arrive_complete_and_unmixed(tm
         assert [int(line.split()[3]) for line in mine] == list(range(per_worker))
         kept = (tmp_path / f"job/generation-1/rank-{rank}/stdout.log").read_bytes()
         assert kept == b"".join(line.partition(b" ")[2] + b"\n" for line in mine)
+
+
+def test_the_pump_may_be_gone_before_who_closes_it_has_woken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pump = LogPump(Console(os.open(os.devnull, os.O_WRONLY), "stderr"))
+    pump.say("so that it runs")
+    write = os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        if fd == pump._wake_write_fd:
+            # As if another command had woken it, and then it is carried out at once.
+            write(fd, data)
+            time.sleep(0.2)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_late)
+    pump.close().result(timeout=10)
 
 
 def test_a_blocked_console_loses_no_line_and_does_not_block_the_agent():
