@@ -59,7 +59,7 @@ class RingExchange final : public HostOperation {
     }
     for (size_t step = 0; step + 1 < size_; ++step) {
       forSegments(partial(step), [&](size_t first, size_t count) {
-        receive(scratch(step, first), count, Stage::kScatter, scatterReceives_);
+        receive(scratch(step, first), scratch_, count, Stage::kScatter, scatterReceives_);
       });
     }
     size_t arrived = 0;
@@ -74,7 +74,7 @@ class RingExchange final : public HostOperation {
     // A chunk's result comes back after its contribution has gone round: its place is free to receive into.
     for (size_t step = 0; step + 1 < size_; ++step) {
       forSegments(chunk(rank_ + size_ - step), [&](size_t first, size_t count) {
-        receive(place(first), count, Stage::kGather, gatherReceives_);
+        receive(place(first), flat_, count, Stage::kGather, gatherReceives_);
       });
     }
     forSegments(chunk(rank_ + 1), [&](size_t first, size_t count) {
@@ -157,21 +157,23 @@ class RingExchange final : public HostOperation {
                         scale, count, place(first));
   }
 
-  at::Tensor bytesAt(float* data, size_t count) const {
-    return at::from_blob(data, {static_cast<int64_t>(count * sizeof(float))},
-                         at::TensorOptions().dtype(at::kByte));
+  // It keeps `owner`, which `data` is in: who moves a message that was given up may be at it for a while.
+  static at::Tensor bytesAt(float* data, size_t count, const at::Tensor& owner) {
+    return at::from_blob(
+        data, {static_cast<int64_t>(count * sizeof(float))}, [owner](void* /*data*/) {},
+        at::TensorOptions().dtype(at::kByte));
   }
 
   void send(size_t first, size_t count, Stage stage) {
     const size_t next = (rank_ + 1) % size_;
-    std::vector<at::Tensor> tensors{bytesAt(place(first), count)};
+    std::vector<at::Tensor> tensors{bytesAt(place(first), count, flat_)};
     markPosted();
     sends_.add(sendMessage(group_, tensors, ranks_[next], messageTag(round_, bucket_, stage)), next);
   }
 
-  void receive(float* into, size_t count, Stage stage, Transfers& transfers) {
+  void receive(float* into, const at::Tensor& owner, size_t count, Stage stage, Transfers& transfers) {
     const size_t previous = (rank_ + size_ - 1) % size_;
-    std::vector<at::Tensor> tensors{bytesAt(into, count)};
+    std::vector<at::Tensor> tensors{bytesAt(into, count, owner)};
     transfers.add(group_->recv(tensors, ranks_[previous], messageTag(round_, bucket_, stage)), previous);
   }
 
