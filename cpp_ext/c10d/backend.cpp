@@ -106,11 +106,16 @@ void BaguanetBackend::connect(const c10::intrusive_ptr<::c10d::Store>& store,
     join([&](const std::string& mine) { return byStore->exchange(mine); }, timeout, /*beats=*/true);
     byStore->finish();
   } catch (const std::exception& error) {
+    const auto failure = std::current_exception();
     if (byStore) {
       byStore->failed(error.what());
     }
+    if (driver_) {
+      // It has a thread that keeps it, and gives signs of life.
+      driver_->shutdown(/*drain=*/false);
+    }
     const Label label{.operation = "joining"};
-    std::rethrow_exception(translate(std::current_exception(), label, nameOf(*options_)));
+    std::rethrow_exception(translate(failure, label, nameOf(*options_)));
   }
 }
 
