@@ -173,8 +173,7 @@ bool Driver::wait(Transfer& transfer, Clock::time_point deadline) {
       const std::shared_ptr<Transfer> held = *it;
       transfers_.erase(it);
       held->listed_ = false;
-      lock.unlock();
-      finish({{held, nullptr}});
+      finish(lock, {{held, nullptr}});
       return true;
     }
     if (Clock::now() >= deadline || transfer.isAbandoned()) {
@@ -200,6 +199,7 @@ void Driver::abort(const std::string& reason) noexcept {
   lock.unlock();
   if (communicator) {
     communicator->abort(reason);
+    handOverSafely();
   }
 }
 
@@ -222,6 +222,7 @@ void Driver::fail(const Error& error) noexcept {
   lock.unlock();
   if (communicator) {
     communicator->fail(error);
+    handOverSafely();
   }
   passOn(error);
 }
@@ -307,23 +308,32 @@ void Driver::giveOverdueBeat(Lock& lock) {
 void Driver::leave(Lock& lock, std::vector<Ended> ended) {
   driven_ = false;
   idle_.notify_all();
-  if (ended.empty()) {
-    return;
+  if (!ended.empty()) {
+    finish(lock, std::move(ended));
   }
-  lock.unlock();
-  finish(std::move(ended));
-  lock.lock();
 }
 
-// All end before the first callback, which may wait for any of them.
-void Driver::finish(std::vector<Ended> ended) {
+// All end before the first callback, which may wait for any of them, or for what has been started since: so
+// somebody else drives meanwhile, and gives signs of life.
+void Driver::finish(Lock& lock, std::vector<Ended> ended) {
   std::vector<std::function<void()>> then;
+  lock.unlock();
   for (auto& [operation, error] : ended) {
     std::ranges::move(operation->end(std::move(error)), std::back_inserter(then));
   }
+  lock.lock();
+  if (then.empty()) {
+    return;
+  }
+  if (beatInterval_.count() > 0 && !closed_) {
+    startThread(lock);
+  }
+  handOver(lock);
+  lock.unlock();
   for (const auto& call : then) {
     call();
   }
+  lock.lock();
 }
 
 std::exception_ptr Driver::execute(Collective& collective) noexcept {
@@ -387,12 +397,22 @@ void Driver::handOver(Lock& lock) {
   work_.notify_one();
 }
 
+// What broke the group is to reach the other ranks though nobody here has anything else to do.
+void Driver::handOverSafely() noexcept {
+  try {
+    Lock lock(mutex_);
+    handOver(lock);
+  } catch (const std::exception&) {
+    // No thread to be had: they are told by the next call, or when the group is left.
+  }
+}
+
 void Driver::startThread(const Lock& lock) {
   if (thread_.joinable() && !isProgressThread(lock)) {
     return;
   }
   if (thread_.joinable()) {
-    // This is a callback that the progress thread calls, and may wait for what it starts.
+    // It is about to call a callback, or is in one that has started something.
     former_.push_back(std::move(thread_));
   }
   const SignalsBlocked blocked;

@@ -3,8 +3,8 @@
 // Whoever drives calls the communicator; one thread at a time does. A thread that runs a collective while
 // nothing is under way drives, and so does one that waits: a hand-over to another thread costs more than a
 // small all-reduce. What nobody waits for is driven by a progress thread, which is started when it is first
-// needed and sleeps on a condition while there is nothing to do but signs of life. A callback that it calls
-// may start an operation and wait for it in whatever way: another thread takes its place meanwhile.
+// needed and sleeps on a condition while there is nothing to do but signs of life. A callback may wait for
+// operations in whatever way, and start some: another thread takes the place of the one that it runs on.
 #pragma once
 
 #include <sys/types.h>
@@ -98,10 +98,11 @@ class Driver : public std::enable_shared_from_this<Driver> {
   void takeEnded(std::vector<Ended>& ended);
   void step(Lock& lock, Clock::time_point sleepUntil);
   void leave(Lock& lock, std::vector<Ended> ended);
-  static void finish(std::vector<Ended> ended);
+  void finish(Lock& lock, std::vector<Ended> ended);
   bool hasWork(const Lock& lock) const;
   void handOver(Lock& lock);
   void drainMessages(Lock& lock);
+  void handOverSafely() noexcept;
   void startThread(const Lock& lock);
   void stop(Lock& lock, std::vector<std::thread> threads);
   void loop();

@@ -12,6 +12,9 @@ using std::chrono::milliseconds;
 
 namespace {
 
+// Who drives looks at whether the group has broken once per pass.
+constexpr std::chrono::seconds kLongestEnd{1};
+
 std::string describe(const Label& label, const std::string& group) {
   std::string text = "baguanet: " + std::string(label.operation);
   if (label.peer) {
@@ -104,6 +107,7 @@ bool Work::waitForMessage(milliseconds timeout) {
   if (!ownTimeout) {
     // Nobody may write to the buffer any more once the caller has been told that it failed.
     parts_.driver->abort(message);
+    operation().waitUntil(Clock::now() + kLongestEnd);
   }
   std::rethrow_exception(makeError(message));
 }

@@ -286,6 +286,7 @@ void Communicator::Implementation::checkGone() {
         checkAwaited(rank);
       }
     }
+    checkAny();
   }
   for (const Gone& gone : gone_) {
     if (!met_.shm->hasLeft(gone.place) && Clock::now() >= gone.since + kGrace) {
@@ -294,19 +295,36 @@ void Communicator::Implementation::checkGone() {
   }
 }
 
-// With messages to or from `rank` outstanding.
-void Communicator::Implementation::checkAwaited(int rank) {
-  if (isNear(rank)) {
-    if (met_.shm->hasLeft(placeOf(rank)) && met_.shm->nextPacket(placeOf(rank)) == nullptr) {
-      throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
-    }
+// With a message outstanding that any rank may send.
+void Communicator::Implementation::checkAny() {
+  if (!mailbox_->needsAny() || options_.size == 1) {
     return;
   }
-  if (const auto& end = met_.mesh->end(Mesh::Use::kReceiving, rank)) {
-    throw Error(*end);
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (rank != options_.rank && !hasNothingLeft(rank)) {
+      return;
+    }
   }
-  // Had it ever sent anything, there would be a link.
-  if (met_.control->hasLeft(rank) && met_.mesh->find(Mesh::Use::kReceiving, rank) == nullptr) {
+  throw Error(Fault::kRemote, "every other rank", "has left with messages outstanding");
+}
+
+// Nothing will come from there any more. Had one on another host ever sent anything, there would be a link.
+bool Communicator::Implementation::hasNothingLeft(int rank) {
+  if (isNear(rank)) {
+    return met_.shm->hasLeft(placeOf(rank)) && met_.shm->nextPacket(placeOf(rank)) == nullptr;
+  }
+  return met_.mesh->end(Mesh::Use::kReceiving, rank).has_value() ||
+         (met_.control->hasLeft(rank) && met_.mesh->find(Mesh::Use::kReceiving, rank) == nullptr);
+}
+
+// With messages to or from `rank` outstanding.
+void Communicator::Implementation::checkAwaited(int rank) {
+  if (!isNear(rank)) {
+    if (const auto& end = met_.mesh->end(Mesh::Use::kReceiving, rank)) {
+      throw Error(*end);
+    }
+  }
+  if (hasNothingLeft(rank)) {
     throw Error(Fault::kRemote, name(rank), "has left with messages outstanding");
   }
 }

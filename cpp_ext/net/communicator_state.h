@@ -46,7 +46,9 @@ class Communicator::Implementation : private WireContext {
   void lookAheadBy(std::function<std::optional<NextAllReduce>()> find) { findNext_ = std::move(find); }
   std::shared_ptr<Message> post(bool isSend, void* data, size_t bytes, int peer, uint32_t tag);
   bool progress();
-  bool hasUnsent() const { return mailbox_->hasUnsent() && !verdict_->isBroken(); }
+  bool hasUnsent() const {
+    return verdict_->isBroken() ? met_.control != nullptr && !hasTold_ : mailbox_->hasUnsent();
+  }
   void sleep(Clock::time_point until);
   void wake() noexcept;
   void abort(const std::string& reason) noexcept;
@@ -91,6 +93,8 @@ class Communicator::Implementation : private WireContext {
   bool receive(PacketSink& sink);
   void checkGone();
   void checkAwaited(int rank);
+  void checkAny();
+  bool hasNothingLeft(int rank);
   bool isNear(int rank) const;
   void doze(Clock::time_point until);
   void hear(uint64_t number);
@@ -114,7 +118,7 @@ class Communicator::Implementation : private WireContext {
   uint64_t numCalls_ = 0;
   Call call_;
   std::function<std::optional<NextAllReduce>()> findNext_;
-  bool hasTold_ = false;
+  std::atomic<bool> hasTold_{false};
 };
 
 }  // namespace baguarun::net

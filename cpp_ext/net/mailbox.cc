@@ -82,9 +82,7 @@ bool Mailbox::progress() {
 }
 
 void Mailbox::begin(const Handle& operation) {
-  if (operation->peer >= 0) {
-    ++lanes_[static_cast<size_t>(operation->peer)].numAwaited;
-  }
+  ++(operation->peer >= 0 ? lanes_[static_cast<size_t>(operation->peer)].numAwaited : numFromAny_);
   operation->isSend ? beginSend(operation) : beginReceive(operation);
 }
 
@@ -123,9 +121,7 @@ void Mailbox::finish(const Handle& operation) {
   if (isLargeSend(*operation)) {
     lanes_[static_cast<size_t>(operation->peer)].largeBytes -= operation->bytes;
   }
-  if (operation->peer >= 0) {
-    --lanes_[static_cast<size_t>(operation->peer)].numAwaited;
-  }
+  --(operation->peer >= 0 ? lanes_[static_cast<size_t>(operation->peer)].numAwaited : numFromAny_);
   --numPending_;
   operation->done.store(true, std::memory_order_release);
 }

@@ -60,6 +60,8 @@ class Mailbox : private PacketSink {
   bool hasUnsent() const noexcept { return hasUnsent_.load(); }
   // Whether something of `peer`, or for it, is awaited.
   bool needs(int peer) const;
+  // Whether something is awaited that any peer may send.
+  bool needsAny() const noexcept { return numFromAny_ > 0; }
 
  private:
   struct Operation;
@@ -141,6 +143,7 @@ class Mailbox : private PacketSink {
   std::unordered_map<uint64_t, Handle> sends_;     // that wait for their grant
   std::unordered_map<uint64_t, Handle> pushes_;    // that wait for word of their room
   std::unordered_map<uint64_t, Handle> receives_;  // whose payload comes in pieces
+  size_t numFromAny_ = 0;
   uint64_t numSends_ = 0;
   uint64_t numOffers_ = 0;
   std::atomic<size_t> numPending_{0};

@@ -180,6 +180,24 @@ def test_a_callback_may_wait_for_a_message_that_ended_with_its_collective() -> N
     assert run_ranks(a_callback_waits_for_a_message, 2)[0] == [1.0] * 3
 
 
+def a_callback_waits_for_what_is_queued() -> list[float]:
+    if dist.get_rank() == 1:
+        await_the_others("begin")
+    one, two = torch.ones(1), torch.ones(1)
+    first, second = (dist.all_reduce(tensor, async_op=True) for tensor in (one, two))
+    assert first is not None and second is not None
+    awaited = second.get_future()
+    seen = first.get_future().then(lambda _: awaited.wait() and [one.item(), two.item()])
+    if dist.get_rank() == 0:
+        # Nobody but the callback's thread has anything to do with the group.
+        await_the_others("begin")
+    return list(seen.wait())
+
+
+def test_a_callback_may_wait_for_a_collective_that_comes_after_its_own() -> None:
+    assert run_ranks(a_callback_waits_for_what_is_queued, 2) == [[2.0, 2.0]] * 2
+
+
 def an_option_of_the_call() -> str:
     group = dist.group.WORLD
     assert group is not None
@@ -219,6 +237,48 @@ def test_abort_from_another_thread_ends_everything_on_every_rank() -> None:
         assert len(said) == (4, 1)[rank]
         for text in said:
             assert "abort() was called on rank 0" in text, text
+
+
+def aborted_while_nobody_calls(folder: str) -> str:
+    os.environ["NCCL_HOSTID"] = str(dist.get_rank())
+    reform(folder, "over sockets")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        # Its timeout would come in half a minute, with another error.
+        said = text_of(lambda: dist.recv(torch.ones(3), 0))
+        await_the_others("told")
+        return said
+    group = dist.group.WORLD
+    assert group is not None
+    group._get_backend(torch.device("cpu")).abort()
+    await_the_others("told")
+    return ""
+
+
+def test_an_abort_reaches_other_hosts_though_this_rank_calls_nothing_any_more(tmp_path: Path) -> None:
+    outcomes = run_ranks_to_the_end(aborted_while_nobody_calls, 2, str(tmp_path))
+    assert outcomes[1].error is None, outcomes[1].traceback
+    assert "abort() was called on rank 0" in outcomes[1].value
+
+
+def receives_from_any_of_those_who_have_left(folder: str, is_apart: bool) -> str:
+    if is_apart:
+        os.environ["NCCL_HOSTID"] = str(dist.get_rank())
+        reform(folder, "over sockets")
+    if dist.get_rank() != 0:
+        dist.send(torch.ones(3), 0)
+        dist.destroy_process_group()
+        return ""
+    found = torch.zeros(3)
+    for _ in range(2):
+        dist.recv(found)
+    return text_of(lambda: dist.recv(found))
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_who_receives_from_any_rank_is_told_when_all_others_have_left(tmp_path: Path, is_apart: bool) -> None:
+    (said, *_) = run_ranks(receives_from_any_of_those_who_have_left, 3, str(tmp_path), is_apart)
+    assert "every other rank: has left with messages outstanding" in said
 
 
 def calls_that_differ(which: str) -> None:
