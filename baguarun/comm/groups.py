@@ -9,6 +9,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,11 @@ def engine_group(parent: dist.ProcessGroup, device: torch.device, *, arena_bytes
 def _new_engine_group(
     parent: dist.ProcessGroup, backend: str, timeout: timedelta, arena_bytes: int
 ) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(
-        ranks=dist.get_process_group_ranks(parent),
+    group = new_local_group(
+        dist.get_process_group_ranks(parent),
         backend=backend,
         timeout=timeout,
         pg_options=made_over(parent, arena_bytes=arena_bytes) if backend == BAGUANET else None,
-        use_local_synchronization=True,
         group_desc="baguarun engine",
     )
     abort_with_others(group)
@@ -174,12 +174,40 @@ def same_number_of_groups(parent: dist.ProcessGroup) -> None:
 
     With `use_local_synchronization` torch names a group by its ranks and by how many groups the process is
     in, and ranks that differ in that wait for each other in vain. Who is in fewer makes groups of its own,
-    which stay: a group that is destroyed would give its name to the next one.
+    which stay. So does who is in fewer than before, as some have been destroyed: their names, and what the
+    store has by them, are used up.
     """
     everyone = [0] * dist.get_world_size(parent)
-    dist.all_gather_object(everyone, len(c10d._world.pg_names), group=parent)
+    used = _used_names().count
+    dist.all_gather_object(everyone, max(len(c10d._world.pg_names), used), group=parent)
     while len(c10d._world.pg_names) < max(everyone):
-        dist.new_group(ranks=[dist.get_rank()], use_local_synchronization=True)
+        new_local_group([dist.get_rank()])
+
+
+def new_local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
+    """`dist.new_group` by its members alone, after `same_number_of_groups` among them."""
+    group: dist.ProcessGroup = dist.new_group(ranks=list(ranks), use_local_synchronization=True, **settings)
+    used = _used_names()
+    used.count = max(used.count, len(c10d._world.pg_names))
+    return group
+
+
+@dataclass
+class _UsedNames:
+    """In the job's default group of now."""
+
+    world: dist.ProcessGroup | None = None
+    count: int = 0
+    """Groups up to so many have made names of their number."""
+
+
+_used = _UsedNames()
+
+
+def _used_names() -> _UsedNames:
+    if _used.world is not dist.group.WORLD:
+        _used.world, _used.count = dist.group.WORLD, 0
+    return _used
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -242,11 +270,10 @@ def group_like(
     all_members = dist.get_process_group_ranks(group)
     members = [all_members[rank] for rank in ranks]
     order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
-    made: dist.ProcessGroup = dist.new_group(
-        ranks=members,
+    made = new_local_group(
+        members,
         backend=backend.name(),
         timeout=backend.options._timeout,
-        use_local_synchronization=True,
         group_desc=f"baguarun {name}",
         **order,
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from baguarun.comm.groups import group_timeout, read_worker_env, same_number_of_groups
+from baguarun.comm.groups import group_timeout, new_local_group, read_worker_env, same_number_of_groups
 from baguarun.comm.groups import init_process_group as _init_process_group
 from baguarun.errors import UsageError
 
@@ -220,10 +220,7 @@ def _require_world() -> dist.ProcessGroup:
 
 def _make_torch_group(ranks: list[int]) -> dist.ProcessGroup:
     """A group of its own for `ranks`, made by them alone; collective over them."""
-    made: dist.ProcessGroup = dist.new_group(
-        ranks=ranks, timeout=_timeout(_require_world()), use_local_synchronization=True
-    )
-    return made
+    return new_local_group(ranks, timeout=_timeout(_require_world()))
 
 
 def _timeout(world: dist.ProcessGroup) -> timedelta:

@@ -27,3 +27,20 @@ def pairs_train_apart() -> None:
 @pytest.mark.parametrize("backend", ["baguanet", "gloo"])
 def test_ranks_in_unequal_numbers_of_groups_train_together(backend: str) -> None:
     run_ranks(pairs_train_apart, 4, backend=backend)
+
+
+def wrap_after_a_group_was_destroyed() -> None:
+    mine = dist.new_group()
+    models = [DistributedDataParallel(mlp())]
+    dist.destroy_process_group(mine)
+    models += [DistributedDataParallel(mlp()) for _ in range(2)]
+    for model in models:
+        data = batch(model.module)
+        reference = gathered_gradients(model.module, lambda local, data=data: loss(local(data)).backward())
+        loss(model(data)).backward()
+        assert_averaged(model.module, reference)
+
+
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_a_group_of_the_scripts_that_is_destroyed_leaves_no_name_to_trip_over(backend: str) -> None:
+    run_ranks(wrap_after_a_group_was_destroyed, 2, backend=backend)
