@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -42,10 +43,13 @@ class StepBoundary:
         """Before every forward, evaluation too: end a step that was left out."""
         self.require_ended()
         if self._stepping and torch.is_grad_enabled():
-            raise UsageError(
-                "forward ran inside of optimizer.step(closure); algorithms that exchange weights need "
-                "forward and backward before step()"
-            )
+            if self._is_inside_step():
+                raise UsageError(
+                    "forward ran inside of optimizer.step(closure); algorithms that exchange weights need "
+                    "forward and backward before step()"
+                )
+            # It has raised, and torch tells nobody.
+            self._stepping = False
         if self._trained and not self._stepping:
             self._end()
 
@@ -53,6 +57,11 @@ class StepBoundary:
         """Where a step is over for the script: end one that was left out, as others wait for its exchange."""
         if self._trained:
             self._end_or_hold()
+
+    def forget(self) -> None:
+        """Nothing of a step has been done: the script has gone to another state."""
+        self._stepped.clear()
+        self._stepping = self._prepared = self._trained = False
 
     def close(self) -> None:
         """No step ends here any more, whatever still holds this object; an error that is held is dropped."""
@@ -67,13 +76,16 @@ class StepBoundary:
             raise held
 
     def after_forward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """After a forward outside of no_sync: see whether a backward follows."""
+        """After a forward outside of no_sync: see whether a backward follows.
+
+        Not by a parameter that forward has returned, which would keep what is noted here for ever.
+        """
 
         def on_gradient(_gradient: torch.Tensor) -> None:
             self._trained = True
 
         for output in outputs:
-            if output.requires_grad:
+            if output.grad_fn is not None:
                 output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -93,6 +105,14 @@ class StepBoundary:
         for handle in handles:
             remove: Callable[[], None] = handle.remove
             weakref.finalize(self, remove)
+
+    def _is_inside_step(self) -> bool:
+        frame = sys._getframe()
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) in self._waiting_for:
+                return True
+        return False
 
     def _before_step(self) -> None:
         self._stepping = True

@@ -216,6 +216,9 @@ class AsyncStepper(Stepper):
             else [tensor.to(mine.device, copy=True) for tensor, mine in zip(change, buffers, strict=True)]
         )
 
+    def begin_anew(self) -> None:
+        self.load_state_dict({"steps": 0, "change": None})
+
     def hand_over(self) -> dict[str, Any]:
         """The round under way is dropped, and with it no work of this rank's."""
         return {**super().hand_over(), "paused": self._paused, "change": self._resumed_change}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -151,6 +151,20 @@ class _Mixer(Stepper):
     def after_step(self) -> None:
         self.steps += 1
         self._started = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drop_pending()
+        super().load_state_dict(state)
+
+    def begin_anew(self) -> None:
+        self._drop_pending()
+        super().begin_anew()
+
+    def _drop_pending(self) -> None:
+        """All ranks have it under way; the weights that it belongs to are gone."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending, self._started = None, False
 
     def _start(self, exchange: int) -> Pending | PendingExchange | None:
         if self._mode is PeerSelection.ALL:

@@ -151,14 +151,23 @@ class OuterStepper(Stepper):
         super().__init__(context)
         self._settings = settings
         self._fragments = [_Fragment(local) for local in self._split(context.weights.buffers)]
-        if not context.takes_over:
+        # A script may load weights after it has wrapped the model: the first forward has those to begin with.
+        self._is_fresh = not context.takes_over
+        if self._is_fresh:
             self._make_room()
-            for fragment in self._fragments:
-                fragment.begin()
         finish_at_exit(self, OuterStepper.finish)
 
     def shares_buffers(self) -> bool:
         return self.steps % self._settings.local_steps == 0
+
+    def before_forward(self) -> None:
+        self._begin_if_fresh()
+
+    def _begin_if_fresh(self) -> None:
+        if self._is_fresh:
+            for fragment in self._fragments:
+                fragment.begin()
+            self._is_fresh = False
 
     def after_step(self) -> None:
         self.steps += 1
@@ -195,6 +204,7 @@ class OuterStepper(Stepper):
         return [[piece for piece in each if piece.numel() > 0] for each in zip(*pieces, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
+        self._begin_if_fresh()
         fragments = []
         for fragment in self._fragments:
             pending = fragment.average_change()
@@ -207,7 +217,16 @@ class OuterStepper(Stepper):
             )
         return {**super().state_dict(), "fragments": fragments}
 
+    def begin_anew(self) -> None:
+        for fragment in self._fragments:
+            # What is under way here ends on all ranks and is then forgotten on all.
+            fragment.average_change()
+            fragment.pending, fragment.shared_steps = None, 0
+        self._is_fresh = True
+        super().begin_anew()
+
     def hand_over(self) -> dict[str, Any]:
+        self._begin_if_fresh()
         kept = [(fragment.outer, fragment.momentum) for fragment in self._fragments]
         return {**super().hand_over(), "fragments": kept}
 
@@ -236,6 +255,7 @@ class OuterStepper(Stepper):
                 "same model with the same number of fragments"
             )
         super().load_state_dict(state)
+        self._is_fresh = False
         for fragment, kept in zip(self._fragments, saved, strict=True):
             # What is under way here ends on all ranks and is then forgotten on all.
             fragment.average_change()

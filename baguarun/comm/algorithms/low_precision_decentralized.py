@@ -172,6 +172,12 @@ class RingStepper(Stepper):
             "copies": [[tensor.clone() for tensor in copies] for copies in self._copies],
         }
 
+    def begin_anew(self) -> None:
+        self.finish()
+        self._linked = self._resumed = False
+        self._sent_steps = 0
+        super().begin_anew()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         shapes = self._shapes(self.context.weights.buffers)
         found = state.get("shapes", self._shapes(state["own"]))

@@ -98,6 +98,10 @@ class Stepper:
         self.steps = int(state["steps"])
         self.shared_steps = 0
 
+    def begin_anew(self) -> None:
+        """As at the start of training, from the weights of now. At a step boundary, on all ranks."""
+        self.steps = self.shared_steps = 0
+
     def hand_over(self) -> dict[str, Any]:
         """What the stepper of the next World begins with. The group is gone: waits for nobody."""
         return {"steps": self.steps}

@@ -108,6 +108,45 @@ def test_forward_inside_of_step_and_moved_weights_are_refused() -> None:
         assert "Wrap the model again" in moved
 
 
+def go_on_after_a_step_that_raised() -> float:
+    model, weight, optimizer = one_number(LocalSGD(local_steps=1))
+    x = torch.ones(1, 1, dtype=torch.float64)
+    (-model(x)).sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    optimizer.zero_grad()
+    (-model(x)).sum().backward()
+    optimizer.step()
+    return weight.item()
+
+
+def test_a_step_that_raised_is_one_that_was_left_out() -> None:
+    assert run_ranks(go_on_after_a_step_that_raised, 2) == [1.0, 1.0]
+
+
+class ReturnsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight, self.weight
+
+
+def hooks_on_a_weight_that_is_returned() -> int:
+    net = ReturnsItsWeight()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=LocalSGD(local_steps=1))
+    for _ in range(5):
+        model(torch.ones(3))[0].sum().backward()
+        optimizer.step()
+    return len(net.weight._backward_hooks or ())
+
+
+def test_a_weight_that_forward_returns_gathers_nothing() -> None:
+    assert run_ranks(hooks_on_a_weight_that_is_returned, 2) == [0, 0]
+
+
 def buffers_after_each_forward() -> list[float]:
     net = nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from pathlib import Path
@@ -12,10 +13,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.algorithms import Algorithm, ByteGrad, QAdam, QAdamOptimizer, Sparse
+from baguarun.comm.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    QAdam,
+    QAdamOptimizer,
+    Sparse,
+)
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import UsageError
-from tests.comm.algorithms.simulation import Net, backward, weights_of
+from tests.comm.algorithms.simulation import (
+    Net,
+    backward,
+    make_optimizer,
+    one_step,
+    run_for_tensors,
+    weights_of,
+)
 from tests.comm.models import assert_same_on_all_ranks
 from tests.comm.ranks import run_ranks
 
@@ -130,6 +149,88 @@ def test_residuals_of_another_rank_or_world_are_given_up_with_a_warning(tmp_path
     (alone,) = run_ranks(load_into_another_place, 1, tmp_path)
     assert alone == [
         "sparse: the residuals in the state are given up (World of one, or an algorithm without)"
+    ]
+
+
+WITH_STEPPERS: list[Algorithm] = [
+    Decentralized(),
+    Decentralized(peer_selection_mode="shift_one"),
+    LocalSGD(local_steps=2),
+    DiLoCo(local_steps=2, delay_steps=1),
+    LowPrecisionDecentralized(),
+    AsyncModelAverage(max_staleness_steps=1),
+]
+
+
+def make_with_stepper(algorithm: Algorithm, init_sync: bool = True) -> tuple[Any, torch.optim.Optimizer]:
+    net = Net()
+    optimizer = make_optimizer(net)
+    model = DistributedDataParallel(
+        net,
+        optimizers=[optimizer],
+        algorithm=algorithm,
+        find_unused_parameters=True,
+        init_sync=init_sync,
+    )
+    return model, optimizer
+
+
+def one_after_the_other(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> torch.Tensor:
+    for step in range(first, last):
+        one_step(model, optimizer, step, 1, torch.float64)
+    return weights_of(model.module)
+
+
+def go_back_in_the_middle_of_a_step(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    model, optimizer = make_with_stepper(algorithm)
+    one_after_the_other(model, optimizer, 0, 3)
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+    through = one_after_the_other(model, optimizer, 3, 6)
+    backward(model, dist.get_rank(), 6, 0, torch.float64)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    model.load_algorithm_state_dict(kept[2])
+    return through, one_after_the_other(model, optimizer, 3, 6)
+
+
+@pytest.mark.parametrize("algorithm", WITH_STEPPERS, ids=str)
+def test_going_back_in_the_middle_of_a_step_drops_what_it_has_begun(algorithm: Algorithm) -> None:
+    for through, again in run_for_tensors(go_back_in_the_middle_of_a_step, 2, algorithm):
+        assert torch.equal(through, again)
+
+
+def load_what_a_world_of_one_had(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    model, optimizer = make_with_stepper(algorithm)
+    weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    one_after_the_other(model, optimizer, 0, 3)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(make_optimizer(model.module).state_dict())
+    with pytest.warns(UserWarning, match=r"the state is empty, .*: the algorithm begins anew"):
+        model.load_algorithm_state_dict({})
+    loaded = one_after_the_other(model, optimizer, 3, 8)
+    # One that has loaded weights only, as a script does that goes on with another algorithm.
+    model, optimizer = make_with_stepper(algorithm)
+    model.load_state_dict(weights)
+    return loaded, one_after_the_other(model, optimizer, 3, 8)
+
+
+@pytest.mark.parametrize("algorithm", WITH_STEPPERS, ids=str)
+def test_the_empty_state_of_a_world_of_one_is_a_new_beginning(algorithm: Algorithm) -> None:
+    for loaded, anew in run_for_tensors(load_what_a_world_of_one_had, 2, algorithm):
+        assert torch.equal(loaded, anew)
+
+
+def load_the_state_of_several(state: dict[str, Any]) -> list[str]:
+    model, _ = make_with_stepper(LocalSGD())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_algorithm_state_dict(state)
+    return [str(each.message) for each in caught]
+
+
+def test_a_world_of_one_gives_up_the_state_of_several_with_a_warning() -> None:
+    assert run_ranks(load_the_state_of_several, 1, {"steps": 3}) == [
+        ["local_sgd: steps of the state is given up in a World of one"]
     ]
 
 
