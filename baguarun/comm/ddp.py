@@ -25,11 +25,12 @@ class DistributedDataParallel(nn.Module):
 
     Algorithms that exchange weights leave gradients alone and work around the steps of `optimizers` instead.
 
-    Arguments have torch's names, order and meaning; ours are `optimizers` (whose state, if any, starts as
-    rank 0's) and `algorithm`, a name or an `Algorithm` (None: what `baguarun run --algorithm` says, else
-    gradient_allreduce). Gradients are always views of the buckets. Collective over the process group to
-    construct. Raises `UsageError` for what cannot be served; a failed collective raises `CommunicationError`
-    from backward or the next forward.
+    Arguments have torch's names, order and meaning (2.13), those after `static_graph` by name only and some
+    of these refused; ours are `optimizers` (whose state, if any, starts as rank 0's), `algorithm`, a name or
+    an `Algorithm` (None: what `baguarun run --algorithm` says, else gradient_allreduce), and `share_memory`.
+    Gradients are always views of the buckets. Collective over the process group to construct. Raises
+    `UsageError` for what cannot be served; a failed collective raises `CommunicationError` from backward or
+    the next forward. To copy the model, copy `module`.
     """
 
     module: nn.Module
@@ -45,26 +46,34 @@ class DistributedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         *,
+        forward_sync_buffers: bool | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: str | Algorithm | None = None,
         share_memory: bool = True,
+        **of_torch: object,
     ) -> None:
         super().__init__()
+        if unknown := of_torch.keys() - _NOT_SERVED.keys():
+            raise TypeError(f"DistributedDataParallel has no argument {', '.join(sorted(unknown))}")
+        if check_reduction:
+            warnings.warn("check_reduction=True has no effect: torch has given it up", stacklevel=2)
         if not gradient_as_bucket_view:
             warnings.warn(
                 "gradient_as_bucket_view=False: gradients are views of the buckets all the same", stacklevel=2
             )
         self.module = module
         with refusals_told(process_group):
+            _refuse_not_served(of_torch)
             chosen = resolve(algorithm, read_worker_env().algorithm)
             settings = SessionSettings(
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                broadcast_buffers=broadcast_buffers,
+                broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
                 init_sync=init_sync,
                 share_memory=share_memory,
             )
@@ -83,8 +92,7 @@ class DistributedDataParallel(nn.Module):
             args = move_tensors(args, self._input_device)
             kwargs = move_tensors(kwargs, self._input_device)
         output = self.module(*args, **kwargs)
-        self._session.after_forward(output)
-        return output
+        return self._session.after_forward(output)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forwards inside it accumulate gradients locally, until a backward whose forward was outside."""
@@ -223,6 +231,24 @@ def move_tensors(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {key: move_tensors(item, device) for key, item in value.items()}
     return value
+
+
+_NOT_SERVED = {
+    "delay_all_reduce_named_params": "buckets go when they are full",
+    "param_to_hook_all_reduce": "buckets go when they are full",
+    "mixed_precision": "want torch.autocast, or a module of that type",
+    "device_mesh": "want process_group=mesh.get_group()",
+    "skip_all_reduce_unused_params": "all ranks exchange all gradients",
+    "bucket_cap_mb_list": "want bucket_cap_mb",
+    "batched_grad_copy": "gradients are views of the buckets: nothing is copied",
+}
+"""Arguments of torch's that are accepted as it has them by default, and what to do without."""
+
+
+def _refuse_not_served(arguments: Mapping[str, object]) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise UsageError(f"{name}={value!r} is not there; {_NOT_SERVED[name]}")
 
 
 def _input_device(

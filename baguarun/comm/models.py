@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -78,6 +79,62 @@ def find_tensors(output: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
             yield from find_tensors(getattr(output, field.name))
+
+
+def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`output` with `change(tensor)` in place of each tensor that `find_tensors` finds; the rest is shared.
+
+    The same tensor in two places becomes the same one again.
+    """
+    changed: dict[int, torch.Tensor] = {}
+
+    def mapped(value: Any) -> Any:
+        again: Any
+        if isinstance(value, torch.Tensor):
+            if id(value) not in changed:
+                changed[id(value)] = change(value)
+            return changed[id(value)]
+        if isinstance(value, Mapping):
+            items = {key: mapped(item) for key, item in value.items()}
+            if not isinstance(value, MutableMapping):
+                return items
+            # A copy, which keeps the type (and the attributes of those that have their items as such, too).
+            again = copy.copy(value)
+            again.update(items)
+            return again
+        if isinstance(value, tuple):
+            parts = [mapped(item) for item in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, list):
+            again = copy.copy(value)
+            again[:] = [mapped(item) for item in value]
+            return again
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            again = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(again, field.name, mapped(getattr(value, field.name)))
+            return again
+        return value
+
+    return mapped(output)
+
+
+def refuse_local(module: nn.Module) -> None:
+    """Refuse what torch's and Bagua's wrappers leave to each rank: to send it would be another training.
+
+    Raises `UsageError` that names them.
+    """
+    for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
+        names = getattr(module, attribute, None)
+        if names:
+            raise UsageError(
+                f"{attribute} is {list(names)}; parameters that stay local are not there yet, want none"
+            )
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "expert", False):
+            raise UsageError(
+                f"parameter '{name}' is marked as an expert's; parameters that stay local are not there yet"
+            )
 
 
 def _refuse_sparse(module: nn.Module) -> None:

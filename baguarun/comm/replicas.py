@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from baguarun.comm.extension import load_extension
 from baguarun.errors import CommunicationError
@@ -31,6 +32,12 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> 
         raise CommunicationError(
             f"broadcast of {len(tensors)} tensors from rank 0 failed: {error}"
         ) from error
+
+
+def broadcast_buffers(buffers: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """As `broadcast_tensors`, between forwards: a graph that keeps buffers for its backward stays usable."""
+    with _unsafe_preserve_version_counter(tuple(buffers)):
+        broadcast_tensors(buffers, group)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,14 @@ from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env, require_group
 from baguarun.comm.legacy import Legacy, take_over_engine
-from baguarun.comm.models import bucket_limits, find_tensors, trainable_parameters
+from baguarun.comm.models import bucket_limits, find_tensors, refuse_local, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
-from baguarun.comm.replicas import broadcast_optimizer_state, broadcast_tensors, real_view
+from baguarun.comm.replicas import (
+    broadcast_buffers,
+    broadcast_optimizer_state,
+    broadcast_tensors,
+    real_view,
+)
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
@@ -99,7 +104,7 @@ class DataParallelSession:
         self._legacy = legacy
         self._keeps_committed = legacy is not None and legacy.keeps_committed
         self._sync_gradients = True
-        self._last_forward_synced = True
+        self._buffers_are_due = True
         self._micro_batch: MicroBatch | None = None
         self._engine: Any = None
         self._staged: StagedEngine | None = None
@@ -108,6 +113,7 @@ class DataParallelSession:
         self._boundary: StepBoundary | None = None
         self._forward_start_ns = 0
         with refusals_told(process_group):
+            refuse_local(module)
             parameters = trainable_parameters(module)
             _require_optimizers(algorithm, optimizers)
             self._stages = algorithm.make_stages(parameters, optimizers)
@@ -116,11 +122,12 @@ class DataParallelSession:
         self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
         timeline.start_if_asked()
-        self._buffers: list[torch.Tensor] = []
-        if dist.get_world_size(parent) == 1:
+        self._modules_with_buffers: tuple[nn.Module, ...] = ()
+        self._is_alone = dist.get_world_size(parent) == 1
+        if self._is_alone:
             return
         if settings.broadcast_buffers:
-            self._buffers = [real_view(buffer) for buffer in module.buffers()]
+            self._modules_with_buffers = tuple(module.modules())
         try:
             self._join(parent, parameters, optimizers)
         except BaseException:
@@ -176,6 +183,12 @@ class DataParallelSession:
             self._staged = self._follow_stages([parameter for _, parameter in exchanged])
         if legacy is not None:
             self._take_over(legacy)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise UsageError(
+            "a data-parallel model cannot be copied or pickled, as others take part in what it does; want a "
+            "copy of what it wraps (`model.module`), or of its state_dict()"
+        )
 
     def close(self) -> Legacy:
         """Let go of the module, without waiting for anybody; the group has been aborted. Drops gradients."""
@@ -309,37 +322,40 @@ class DataParallelSession:
         """Raise what the last step left to raise; overwrite buffers by rank 0's."""
         if self._boundary is not None:
             self._boundary.before_forward()
-        syncing = torch.is_grad_enabled() and self._sync_gradients
+        # Before the engine agrees on anything: on another rank this is done by an evaluation.
+        if self._shares_buffers_now():
+            self._buffers_are_due = False
+            if buffers := self._find_buffers():
+                broadcast_buffers(buffers, self._group)
         if torch.is_grad_enabled() and self._engine is not None:
             begins_round = self._begins_round()
             self._engine.before_forward(begins_round and self._sends_gradients())
             if begins_round and self._staged is not None:
                 self._staged.enter()
-        if self._buffers and self._shares_buffers_before(syncing):
-            broadcast_tensors(self._buffers, self._group)
         if torch.is_grad_enabled() and self._stepper is not None:
             with timeline.span("start of the step", "weights"):
                 self._stepper.before_forward()
         self._forward_start_ns = timeline.now_ns()
 
-    def after_forward(self, output: Any) -> None:
-        """Tell the engine whether the backward of this forward communicates."""
+    def after_forward(self, output: Any) -> Any:
+        """Tell the engine whether the backward of this forward communicates. Returns what the script gets."""
         timeline.record_since(self._forward_start_ns, "forward", "compute")
         syncing = torch.is_grad_enabled() and self._sync_gradients
-        if torch.is_grad_enabled():
-            self._last_forward_synced = self._sync_gradients
+        if syncing:
+            self._buffers_are_due = True
         if torch.is_grad_enabled() and self._micro_batch is not None:
             weight = self._micro_batch.weight(of_step=self._sends_gradients())
             if weight != 1:
-                weigh_gradients(find_tensors(output), weight)
+                output = weigh_gradients(output, weight)
         if syncing and self._boundary is not None:
             self._boundary.after_forward(find_tensors(output))
         if self._engine is None:
-            return
+            return output
         if syncing and self._sends_gradients():
             self._engine.after_forward(list(find_tensors(output)) if self._engine.needs_outputs() else [])
         else:
             self._engine.after_local_forward()
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -366,8 +382,8 @@ class DataParallelSession:
         with self.micro_batch(MicroBatch()):
             self.before_forward()
             scalar = backward_of_nothing(self._parameters)
-            self.after_forward(scalar)
-            scalar.backward()  # type: ignore[no-untyped-call]
+            scalar = self.after_forward(scalar)
+            scalar.backward()
 
     def stats(self) -> CommunicationStats:
         """Counters since construction."""
@@ -401,13 +417,21 @@ class DataParallelSession:
         state = dict(state)
         of_engine = state.pop("engine", None)
         kept = self._stepper or self._memory
-        if kept is None and state:
-            raise UsageError(
-                f"{self.algorithm.name} keeps no state here (World of one, or an algorithm without); "
-                f"found {', '.join(sorted(state))}"
-            )
-        if kept is not None:
+        if self._boundary is not None:
+            self._boundary.forget()
+        if kept is not None and state:
             kept.load_state_dict(state)
+        elif kept is not None:
+            self._warn_of_state("the state is empty, as in a World of one: the algorithm begins anew")
+            if self._stepper is not None:
+                self._stepper.begin_anew()
+        elif state and not self._is_alone:
+            raise UsageError(
+                f"{self.algorithm.name} keeps no state; found {', '.join(sorted(state))}; want the state of "
+                "the same algorithm"
+            )
+        elif state:
+            self._warn_of_state(f"{', '.join(sorted(state))} of the state is given up in a World of one")
         # After what says which stage the engine is in.
         if of_engine is not None:
             self._load_engine_state(of_engine)
@@ -419,12 +443,22 @@ class DataParallelSession:
         """
         return self._sync_gradients if self._micro_batch is None else self._micro_batch.is_first
 
-    def _shares_buffers_before(self, syncing: bool) -> bool:
+    def _shares_buffers_now(self) -> bool:
+        """As torch does: once for each forward that was synchronised, before the next one of any kind. So
+        ranks may evaluate as often as each likes."""
         if not self._shares_buffers():
             return False
-        return (
-            syncing or self._last_forward_synced if self._micro_batch is None else self._micro_batch.is_first
-        )
+        return self._buffers_are_due if self._micro_batch is None else self._micro_batch.is_first
+
+    def _find_buffers(self) -> list[torch.Tensor]:
+        """Those of now, each once: a module may assign its buffers anew."""
+        found = {
+            id(buffer): buffer
+            for module in self._modules_with_buffers
+            for buffer in module._buffers.values()
+            if buffer is not None
+        }
+        return [real_view(buffer) for buffer in found.values()]
 
     def _keeps_engine_state(self) -> bool:
         """Whether the result of a step depends on what the engine has seen: blocks, or what is owed."""
@@ -435,10 +469,8 @@ class DataParallelSession:
 
     def _load_engine_state(self, state: dict[str, Any]) -> None:
         if not self._keeps_engine_state():
-            warnings.warn(
-                f"{self.algorithm.name}: the residuals in the state are given up (World of one, or an "
-                "algorithm without)",
-                stacklevel=4,
+            self._warn_of_state(
+                "the residuals in the state are given up (World of one, or an algorithm without)"
             )
             return
         if self._staged is not None and self._stages is not None:
@@ -447,6 +479,9 @@ class DataParallelSession:
                 # Saved just before a stage that begins with sums that owe nothing.
                 state = {**state, "result_residuals": []}
         load_engine_state(load_extension(), self._engine, self._exchanged, self._group, state)
+
+    def _warn_of_state(self, what: str) -> None:
+        warnings.warn(f"{self.algorithm.name}: {what}", stacklevel=5)
 
     def _sends_gradients(self) -> bool:
         return self._stepper is None or self._stepper.sends_gradients()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from baguarun.comm.models import map_tensors
+from baguarun.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +28,34 @@ class MicroBatch:
         return self.weight_of_step if of_step else self.weight_of_rank
 
 
-def weigh_gradients(outputs: Iterable[torch.Tensor], weight: float) -> None:
-    """Multiply all gradients that come through `outputs` of a forward by `weight`."""
+def weigh_gradients(output: Any, weight: float) -> Any:
+    """What forward returned, with views in place of its tensors: `weight` times their gradients go on.
+
+    Views, since one tensor may have been computed from another that was returned as well, and what comes
+    through both is to be multiplied once. Raises `UsageError` if there is no tensor to be found.
+    """
+    found = False
 
     def weigh(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * weight
 
-    for output in outputs:
-        if output.requires_grad:
-            output.register_hook(weigh)  # type: ignore[no-untyped-call]
+    def weighed(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal found
+        found = True
+        if not tensor.requires_grad:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(weigh)  # type: ignore[no-untyped-call]
+        return view
+
+    output = map_tensors(output, weighed)
+    if not found:
+        raise UsageError(
+            f"forward returned a {type(output).__name__} without a tensor in it, and this step is shared "
+            "unevenly: its gradients are to be weighed; want tensors, or lists, tuples, mappings and "
+            "dataclasses of them"
+        )
+    return output
 
 
 def backward_of_nothing(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -38,7 +38,6 @@ def with_bagua(
             )
         if "_baguarun_session" in self.__dict__:
             raise UsageError("with_bagua: this module is data-parallel already")
-        refuse_local_parameters(self)
         chosen = resolve(algorithm)
     session = DataParallelSession(
         self,
@@ -74,21 +73,3 @@ def torch_group_of(process_group: BaguaProcessGroup | dist.ProcessGroup | None) 
     if group is None:
         raise UsageError("this rank is not a member of process_group")
     return group
-
-
-def refuse_local_parameters(module: nn.Module) -> None:
-    """Refuse what Bagua leaves to each rank: to communicate it would be another training.
-
-    Raises `UsageError` that names them.
-    """
-    for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
-        names = getattr(module, attribute, None)
-        if names:
-            raise UsageError(
-                f"{attribute} is {list(names)}; parameters that stay local are not there yet, want none"
-            )
-    for name, parameter in module.named_parameters():
-        if getattr(parameter, "expert", False):
-            raise UsageError(
-                f"parameter '{name}' is marked as an expert's; parameters that stay local are not there yet"
-            )

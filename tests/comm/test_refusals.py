@@ -30,6 +30,16 @@ def refuses_models() -> None:
         DistributedDataParallel(mlp(), device_ids=[0])
     with pytest.raises(UsageError, match="bucket_cap_mb=0"):
         DistributedDataParallel(mlp(), bucket_cap_mb=0)
+    with pytest.raises(UsageError, match=r"mixed_precision=1 is not there; want torch.autocast"):
+        DistributedDataParallel(mlp(), mixed_precision=1)
+    with pytest.raises(TypeError, match="no argument bucket_size"):
+        DistributedDataParallel(mlp(), bucket_size=1)
+    local = mlp()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(local, ["0.bias"])
+    with pytest.raises(UsageError, match=r"to_ignore is \['0.bias'\]; parameters that stay local"):
+        DistributedDataParallel(local)
+    with pytest.warns(UserWarning, match="check_reduction=True has no effect"):
+        DistributedDataParallel(mlp(), check_reduction=True)
     with pytest.warns(UserWarning, match="gradient_as_bucket_view=False"):
         model = DistributedDataParallel(mlp(), gradient_as_bucket_view=False)
     with pytest.raises(UsageError, match="not there yet"):

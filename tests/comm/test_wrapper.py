@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
 from tests.comm.models import (
     assert_averaged,
     assert_same_on_all_ranks,
@@ -195,6 +196,61 @@ def broadcasts_buffers() -> None:
     assert rank == 0 or not torch.equal(apart.module[0].running_mean, from_zero)
 
 
+class OwnMean(nn.Module):
+    """Assigns its buffer anew in each forward, and keeps it for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 1)
+        self.register_buffer("mean", torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.mean.clone()
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        out: torch.Tensor = self.linear(x * self.mean)
+        return out
+
+
+def broadcasts_buffers_that_are_assigned_anew() -> None:
+    model = DistributedDataParallel(OwnMean())
+    for _ in range(3):
+        model(torch.randn(6, 5) + dist.get_rank()).sum().backward()
+        assert_same_on_all_ranks([model.module.seen])
+
+
+def evaluates_as_often_as_each_rank_likes() -> None:
+    """Buffers go once for each step, before whichever forward comes first."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)))
+    seen: list[torch.Tensor] = []
+    model.module[0].register_forward_pre_hook(lambda module, _: seen.append(module.running_mean.clone()))
+    firsts = []
+    for times in ([3, 0], [0, 2], [2, 5], [1, 1]):
+        model.train()
+        loss(model(torch.randn(6, 5) + rank)).backward()
+        firsts += seen[:1]
+        seen.clear()
+        model.eval()
+        with torch.no_grad():
+            for _ in range(times[rank]):
+                model(torch.randn(6, 5))
+    # As the step before left it on rank 0, whether an evaluation or the next step's forward was the first.
+    assert len(firsts) == 4
+    assert_same_on_all_ranks([*firsts, *seen[:1]])
+
+
+def two_forwards_of_a_model_with_buffers() -> None:
+    """What the first one has kept for backward is not changed by the second one's broadcast."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    one, two = torch.randn(6, 8), torch.randn(6, 8)
+
+    def both(local: nn.Module) -> None:
+        (local(one).mean() - local(two).square().mean()).backward()
+
+    check_step(model, both)
+
+
 def starts_from_rank_zero() -> None:
     torch.manual_seed(dist.get_rank())
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -316,8 +372,17 @@ def evaluates_without_gradients() -> None:
     assert model.stats().steps == 2
 
 
+def takes_torchs_arguments_by_place() -> None:
+    model = DistributedDataParallel(mlp(), None, None, 0, True, True, None, 25, False, False, True)
+    assert not model._session.settings.static_graph
+    apart = DistributedDataParallel(mlp(), forward_sync_buffers=False, device_mesh=None)
+    assert not apart._session.settings.broadcast_buffers
+
+
 def copies_stay_apart() -> None:
     model = DistributedDataParallel(mlp())
+    with pytest.raises(UsageError, match=r"a copy of what it wraps \(`model.module`\)"):
+        copy.deepcopy(model)
     twin = copy.deepcopy(model.module)
     loss(twin(batch(twin))).backward()
     assert all(p.grad is None for p in model.parameters())
@@ -334,6 +399,9 @@ def copies_stay_apart() -> None:
         keeps_channels_last,
         ignores_frozen_parameters,
         broadcasts_buffers,
+        broadcasts_buffers_that_are_assigned_anew,
+        evaluates_as_often_as_each_rank_likes,
+        two_forwards_of_a_model_with_buffers,
         starts_from_rank_zero,
         names_match_torch,
         runs_two_engines,
@@ -341,6 +409,7 @@ def copies_stay_apart() -> None:
         adopts_the_order_of_gradients,
         optimizes_with_autocast_and_clipping,
         evaluates_without_gradients,
+        takes_torchs_arguments_by_place,
         copies_stay_apart,
     ],
     ids=lambda check: check.__name__,

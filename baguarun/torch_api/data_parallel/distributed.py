@@ -12,7 +12,7 @@ from torch import nn
 from baguarun.comm.algorithms import Algorithm
 from baguarun.comm.ddp import DistributedDataParallel as OurDistributedDataParallel
 from baguarun.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from baguarun.torch_api.distributed import refuse_local_parameters, torch_group_of
+from baguarun.torch_api.distributed import torch_group_of
 from baguarun.torch_api.groups import BaguaProcessGroup, default_group, from_torch_group
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0", "to_bagua_process_group"]
@@ -54,7 +54,6 @@ class DistributedDataParallel_V1_9_0(OurDistributedDataParallel):
     ) -> None:
         if check_reduction:
             warnings.warn("check_reduction=True has no effect: torch has given it up", stacklevel=2)
-        refuse_local_parameters(module)
         chosen = algorithm if algorithm is not None else GradientAllReduceAlgorithm()
         super().__init__(
             module,
