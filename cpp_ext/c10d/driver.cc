@@ -329,11 +329,13 @@ void Driver::finish(Lock& lock, std::vector<Ended> ended) {
     startThread(lock);
   }
   handOver(lock);
+  isAway_ = isAway_ || isProgressThread(lock);
   lock.unlock();
   for (const auto& call : then) {
     call();
   }
   lock.lock();
+  isAway_ = isAway_ && !isProgressThread(lock);
 }
 
 std::exception_ptr Driver::execute(Collective& collective) noexcept {
@@ -408,13 +410,14 @@ void Driver::handOverSafely() noexcept {
 }
 
 void Driver::startThread(const Lock& lock) {
-  if (thread_.joinable() && !isProgressThread(lock)) {
+  if (thread_.joinable() && !isProgressThread(lock) && !isAway_) {
     return;
   }
   if (thread_.joinable()) {
-    // It is about to call a callback, or is in one that has started something.
+    // It is about to call a callback, or is in one.
     former_.push_back(std::move(thread_));
   }
+  isAway_ = false;
   const SignalsBlocked blocked;
   // It keeps the driver: the last other reference may be dropped by what it calls at the end of an operation.
   thread_ = std::thread([self = shared_from_this()] { self->loop(); });

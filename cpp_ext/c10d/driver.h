@@ -132,6 +132,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   Clock::time_point beatAt_;
   bool closed_ = false;
   bool threadStops_ = false;
+  // The progress thread is in a callback: another one is started when there is something to do.
+  bool isAway_ = false;
   std::thread thread_;
   // Former progress threads, in a callback that started an operation.
   std::vector<std::thread> former_;

@@ -198,6 +198,38 @@ def test_a_callback_may_wait_for_a_collective_that_comes_after_its_own() -> None
     assert run_ranks(a_callback_waits_for_what_is_queued, 2) == [[2.0, 2.0]] * 2
 
 
+def a_callback_waits_for_what_another_thread_starts() -> float:
+    one, two = torch.ones(1), torch.ones(1)
+    if dist.get_rank() == 1:
+        await_the_others("begin")
+        dist.all_reduce(one)
+        dist.all_reduce(two)
+        return two.item()
+    calls = threading.Event()
+    later: list[torch.futures.Future[list[torch.Tensor]]] = []
+    first = dist.all_reduce(one, async_op=True)
+    assert first is not None
+
+    def await_it(_done: object) -> float:
+        calls.set()
+        while not later:
+            time.sleep(0.01)
+        later[0].wait()
+        return two.item()
+
+    seen = first.get_future().then(await_it)
+    await_the_others("begin")
+    assert calls.wait(30)
+    second = dist.all_reduce(two, async_op=True)
+    assert second is not None
+    later.append(second.get_future())
+    return float(seen.wait())
+
+
+def test_a_callback_may_wait_for_what_another_thread_starts_meanwhile() -> None:
+    assert run_ranks(a_callback_waits_for_what_another_thread_starts, 2) == [2.0, 2.0]
+
+
 def an_option_of_the_call() -> str:
     group = dist.group.WORLD
     assert group is not None
