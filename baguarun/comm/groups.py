@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,16 @@ def same_number_of_groups(parent: dist.ProcessGroup) -> None:
     store has by them, are used up.
     """
     everyone = [0] * dist.get_world_size(parent)
-    used = _used_names().count
-    dist.all_gather_object(everyone, max(len(c10d._world.pg_names), used), group=parent)
+    used = _used_names()
+    dist.all_gather_object(everyone, max(len(c10d._world.pg_names), used.count), group=parent)
+    if len(c10d._world.pg_names) == max(everyone):
+        return
+    # Those of its own that it has may have the numbers that come now.
+    while used.fillers:
+        if (filler := used.fillers.pop()()) is not None:
+            dist.destroy_process_group(filler)
     while len(c10d._world.pg_names) < max(everyone):
-        new_local_group([dist.get_rank()])
+        used.fillers.append(weakref.ref(new_local_group([dist.get_rank()])))
 
 
 def new_local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
@@ -196,17 +203,22 @@ def new_local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
 class _UsedNames:
     """In the job's default group of now."""
 
-    world: dist.ProcessGroup | None = None
+    world: weakref.ref[dist.ProcessGroup] | None = None
     count: int = 0
     """Groups up to so many have made names of their number."""
+    fillers: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
+    """Groups of this rank alone, there to be counted."""
 
 
 _used = _UsedNames()
 
 
 def _used_names() -> _UsedNames:
-    if _used.world is not dist.group.WORLD:
-        _used.world, _used.count = dist.group.WORLD, 0
+    global _used
+    world = dist.group.WORLD
+    assert world is not None
+    if _used.world is None or _used.world() is not world:
+        _used = _UsedNames(world=weakref.ref(world))
     return _used
 
 

@@ -29,6 +29,27 @@ def test_ranks_in_unequal_numbers_of_groups_train_together(backend: str) -> None
     run_ranks(pairs_train_apart, 4, backend=backend)
 
 
+def wrap_after_groups_were_destroyed_in_turn() -> None:
+    rank = dist.get_rank()
+    for _ in range(2):
+        both = [dist.new_group([0, 1]) for _ in range(2)]
+        # One of these has a further group.
+        alone = dist.new_group([1])
+        DistributedDataParallel(mlp())
+        for group in both:
+            dist.destroy_process_group(group)
+        DistributedDataParallel(mlp())
+        if rank == 1:
+            dist.destroy_process_group(alone)
+    model = DistributedDataParallel(mlp())
+    loss(model(batch(model.module))).backward()
+
+
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_numbers_of_groups_may_go_up_and_down(backend: str) -> None:
+    run_ranks(wrap_after_groups_were_destroyed_in_turn, 2, backend=backend)
+
+
 def wrap_after_a_group_was_destroyed() -> None:
     mine = dist.new_group()
     models = [DistributedDataParallel(mlp())]
