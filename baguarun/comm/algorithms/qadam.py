@@ -145,6 +145,19 @@ class _Stages(GradientStages):
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+        foreign = [
+            tuple(parameter.shape)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) not in self._ids
+        ]
+        if foreign:
+            raise UsageError(
+                f"qadam: {len(foreign)} parameters of QAdamOptimizer, of shape "
+                f"{', '.join(map(str, foreign[:10]))}, are not of this model: their gradients would be taken "
+                "for momentum; want an optimizer of their own for them"
+            )
         left = [name for name, parameter in parameters if id(parameter) not in stepped]
         if left:
             raise UsageError(

@@ -114,7 +114,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def averages(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, float]]:
         """After the warm-up: each parameter, its momentum and its beta."""
         for group, parameter in self._each():
-            yield parameter, self.state[parameter]["exp_avg"], float(group["betas"][0])
+            yield parameter, self._require_state(group, parameter)["exp_avg"], float(group["betas"][0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -189,7 +189,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         torch._foreach_addcdiv_(parameters, averages, denominators, sizes)
 
     def _compressed(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
+        states = [self._require_state(group, parameter) for parameter in parameters]
         gradients = [_gradient(parameter) for parameter in parameters]
         averages = [state["exp_avg"] for state in states]
         denominators = [state["denominator"] for state in states]
@@ -241,10 +241,26 @@ class QAdamOptimizer(torch.optim.Optimizer):
             self.state[parameter]["denominator"] = denominator.to(parameter.dtype)
 
     def _each(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        """Those that are trained, or have been before they were frozen."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad:
+                if parameter.requires_grad or parameter in self.state:
                     yield group, parameter
+
+    def _require_state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """After the warm-up. One that was frozen all through it counts as the mean of all."""
+        state = self._state_of(parameter)
+        if "denominator" not in state:
+            del state["exp_avg_sq"]
+            state["correction"] = 1 - group["betas"][0] ** self.steps
+            known = [
+                (_wide(self.state[each]["denominator"]) - other["eps"]).square_()
+                for other, each in self._each()
+                if "denominator" in self.state[each]
+            ]
+            mean = sum(float(square.sum()) for square in known) / sum(square.numel() for square in known)
+            state["denominator"] = torch.full_like(parameter, math.sqrt(mean) + group["eps"])
+        return state
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -433,6 +433,60 @@ def test_a_parameter_without_a_gradient_in_the_warm_up_does_not_explode(bits: in
     run_ranks(first_gradient_after_the_warm_up, 2, bits)
 
 
+def freeze_and_unfreeze_after_the_warm_up(bits: int) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"early": nn.Linear(6, 6), "late": nn.Linear(6, 6)})
+    start = module["late"].weight.detach().clone()
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=3)
+
+    def wrap() -> DistributedDataParallel:
+        chain = nn.Sequential(*module.values())
+        algorithm = QAdam(bits=bits)
+        return DistributedDataParallel(
+            chain, optimizers=[optimizer], algorithm=algorithm, find_unused_parameters=True
+        )
+
+    def steps(model: DistributedDataParallel, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+        assert_same_on_all_ranks(list(module.parameters()))
+
+    module["late"].requires_grad_(False)
+    steps(wrap(), 5)
+    assert torch.equal(module["late"].weight, start)
+    # Was not there in the warm-up.
+    module["late"].requires_grad_(True)
+    model = wrap()
+    steps(model, 3)
+    assert 0 < (module["late"].weight - start).abs().max() < 6 * 3 * 0.01
+    # Goes away from a model that is wrapped.
+    module["early"].requires_grad_(False)
+    early = module["early"].weight.detach().clone()
+    steps(model, 3)
+    assert torch.equal(module["early"].weight, early)
+
+
+@pytest.mark.parametrize("bits", [8, 1])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_may_be_frozen_and_unfrozen_after_the_warm_up(bits: int, world_size: int) -> None:
+    run_ranks(freeze_and_unfreeze_after_the_warm_up, world_size, bits)
+
+
+def optimize_what_is_not_of_the_model() -> str:
+    module, scale = nn.Linear(3, 3), nn.Parameter(torch.zeros(2, 5))
+    optimizer = QAdamOptimizer([*module.parameters(), scale], warmup_steps=3)
+    with pytest.raises(UsageError) as caught:
+        DistributedDataParallel(module, optimizers=[optimizer], algorithm="qadam")
+    return str(caught.value)
+
+
+def test_an_optimizer_with_parameters_of_others_is_refused() -> None:
+    for message in run_ranks(optimize_what_is_not_of_the_model, 2):
+        assert "1 parameters of QAdamOptimizer, of shape (2, 5), are not of this model" in message
+
+
 def alone() -> None:
     """In a World of one the optimizer mixes by itself: as AdamW with its variance frozen."""
     torch.manual_seed(0)
