@@ -80,9 +80,10 @@ void orthogonalise(float* vectors, size_t rank, size_t length) {
       }
     }
     const double after = std::sqrt(dot(vector, vector, length));
-    const auto scale = after > kDependent * before ? static_cast<float>(1 / after) : 0.0F;
+    // In fp64: the inverse of what is tiny is no fp32 number.
+    const double scale = after > kDependent * before ? 1 / after : 0.0;
     for (size_t i = 0; i < length; ++i) {
-      vector[i] *= scale;
+      vector[i] = static_cast<float>(vector[i] * scale);
     }
   }
 }

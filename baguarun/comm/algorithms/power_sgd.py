@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -80,10 +81,25 @@ class LowRankMemory:
             "steps": self._steps,
             "residuals": [residual.clone() for residual, _ in kept],
             "vectors": [vectors.clone() for _, vectors in kept],
+            "rank": self._engine.rank(),
+            "world_size": self._engine.world_size(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; between steps, on all ranks."""
+        """Go on from there; between steps, on all ranks. Warns where the residuals are of another rank."""
+        here = self._engine.rank(), self._engine.world_size()
+        there = state.get("rank", here[0]), state.get("world_size", here[1])
+        self._load(state)
+        if here != there:
+            for residual, _ in self._engine.low_rank_tensors():
+                residual.zero_()
+            warnings.warn(
+                f"{self._settings.name}: the state is of rank {there[0]} of {there[1]}, this is rank "
+                f"{here[0]} of {here[1]}: what it had left to send is given up",
+                stacklevel=5,
+            )
+
+    def _load(self, state: dict[str, Any]) -> None:
         kept = self._engine.low_rank_tensors()
         shapes = [vectors.shape for _, vectors in kept]
         found = [vectors.shape for vectors in state["vectors"]]
@@ -127,7 +143,7 @@ class LowRankMemory:
     def take_over(self, left: dict[str, Any] | None, group: dist.ProcessGroup) -> None:
         """Collective. Residuals stay each rank's own; all else is that of a rank that has most of it."""
         if left is not None:
-            self.load_state_dict(left)
+            self._load(left)
             if (then := left["committed"]) is not None:
                 self._committed = then["steps"], in_a_row(then["vectors"])
         source, steps = source_of(0 if left is None else left["steps"], group)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -278,3 +279,39 @@ def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, An
 
 def test_it_is_known_by_name() -> None:
     assert resolve("power_sgd") == PowerSGD()
+
+
+def compress_what_is_tiny(size: float) -> bool:
+    module = nn.Linear(40, 40, bias=False)
+    model = DistributedDataParallel(module, algorithm=PowerSGD(start_step=0))
+    for _ in range(4):
+        model.zero_grad()
+        (model(torch.randn(3, 40)) * size).sum().backward()
+    assert module.weight.grad is not None
+    return bool(module.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-21, 1e-30])
+def test_tiny_gradients_stay_numbers(size: float) -> None:
+    assert run_for_tensors(compress_what_is_tiny, 2, size) == [True, True]
+
+
+def load_what_rank_zero_owes() -> tuple[list[str], list[bool]]:
+    model = DistributedDataParallel(mlp(), algorithm=PowerSGD(start_step=0))
+    loss(model(batch(model.module))).backward()
+    states = [model.algorithm_state_dict()]
+    dist.broadcast_object_list(states, src=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_algorithm_state_dict(states[0])
+    owed = model.algorithm_state_dict()["residuals"]
+    return [str(each.message) for each in caught], [bool(residual.any()) for residual in owed]
+
+
+def test_residuals_of_another_rank_are_given_up_with_a_warning() -> None:
+    (zero, owes_zero), (one, owes_one) = run_for_tensors(load_what_rank_zero_owes, 2)
+    assert zero == [] and any(owes_zero)
+    assert one == [
+        "power_sgd: the state is of rank 0 of 2, this is rank 1 of 2: what it had left to send is given up"
+    ]
+    assert not any(owes_one)
