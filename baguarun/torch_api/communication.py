@@ -148,10 +148,12 @@ def reduce(
     result = input_of("reduce", "send_tensor", send_tensor).clone()
     require_count("reduce", "recv_tensor", recv_tensor, result.numel(), "send_tensor's count")
     root = require_rank("reduce", "dst", dst, group)
+    # On all ranks, as which of them is the root is no reason to fail on one only.
+    into = output_of("reduce", "recv_tensor", recv_tensor)
     # In a copy: what a backend leaves in the buffers of the other ranks is its own affair.
     dist.reduce(result, op=torch_op("reduce", op, result), group=group, group_dst=root)
     if dist.get_rank(group) == root:
-        output_of("reduce", "recv_tensor", recv_tensor).copy_(result)
+        into.copy_(result)
 
 
 def reduce_inplace(

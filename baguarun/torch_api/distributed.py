@@ -27,8 +27,9 @@ def with_bagua(
 ) -> Module:
     """Make this module data-parallel and return it: hooks around forward, the engine on the parameters.
 
-    Adds `no_sync()`, `stats()`, `bagua_algorithm` and `bagua_optimizers` to the module; names in its
-    state_dict stay as they are. Raises `UsageError` for what cannot be served. Collective over the group.
+    Adds `no_sync()`, `stats()`, `algorithm_state_dict()`, `load_algorithm_state_dict()`, `bagua_algorithm`
+    and `bagua_optimizers` to the module; names in its state_dict stay as they are. Raises `UsageError` for
+    what cannot be served. Collective over the group.
     """
     group = torch_group_of(process_group)
     with refusals_told(group):
@@ -59,6 +60,8 @@ def with_bagua(
         _baguarun_session=session,
         no_sync=session.no_sync,
         stats=session.stats,
+        algorithm_state_dict=session.algorithm_state_dict,
+        load_algorithm_state_dict=session.load_algorithm_state_dict,
         bagua_algorithm=session.algorithm,
         bagua_optimizers=list(optimizers),
     )

@@ -268,6 +268,7 @@ def refusals() -> None:
         (r"op=4; want ReduceOp's SUM", lambda: bagua.allreduce_inplace(tensor, 4)),  # type: ignore[arg-type]
         (r"tensor is torch\.sparse_coo", lambda: bagua.broadcast(tensor.to_sparse())),
         (r"not contiguous", lambda: bagua.broadcast(given(0, 2)[::2])),
+        (r"not contiguous", lambda: bagua.reduce_inplace(given(0, 2)[::2], 0)),
         (r"count", lambda: bagua.gather_inplace(tensor, COUNT + 1, 0)),
         (
             r"1 counts and 2 displacements; want one of each per rank, 2",
