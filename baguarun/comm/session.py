@@ -322,8 +322,11 @@ class DataParallelSession:
         """Raise what the last step left to raise; overwrite buffers by rank 0's."""
         if self._boundary is not None:
             self._boundary.before_forward()
+        shares_buffers = self._shares_buffers_now()
+        if self._engine is not None and (shares_buffers or torch.is_grad_enabled()):
+            self._engine.settle()
         # Before the engine agrees on anything: on another rank this is done by an evaluation.
-        if self._shares_buffers_now():
+        if shares_buffers:
             self._buffers_are_due = False
             if buffers := self._find_buffers():
                 broadcast_buffers(buffers, self._group)
@@ -421,10 +424,11 @@ class DataParallelSession:
             self._boundary.forget()
         if kept is not None and state:
             kept.load_state_dict(state)
-        elif kept is not None:
+        elif self._stepper is not None:
             self._warn_of_state("the state is empty, as in a World of one: the algorithm begins anew")
-            if self._stepper is not None:
-                self._stepper.begin_anew()
+            self._stepper.begin_anew()
+        elif kept is not None:
+            self._warn_of_state("the state is empty, as in a World of one: nothing is loaded")
         elif state and not self._is_alone:
             raise UsageError(
                 f"{self.algorithm.name} keeps no state; found {', '.join(sorted(state))}; want the state of "
@@ -446,9 +450,7 @@ class DataParallelSession:
     def _shares_buffers_now(self) -> bool:
         """As torch does: once for each forward that was synchronised, before the next one of any kind. So
         ranks may evaluate as often as each likes."""
-        if not self._shares_buffers():
-            return False
-        return self._buffers_are_due if self._micro_batch is None else self._micro_batch.is_first
+        return self._buffers_are_due and self._shares_buffers()
 
     def _find_buffers(self) -> list[torch.Tensor]:
         """Those of now, each once: a module may assign its buffers anew."""

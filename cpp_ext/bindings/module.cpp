@@ -230,6 +230,7 @@ void bindEngine(py::module_& module) {
       .def_readonly("exposed_wait_s", &EngineStats::exposedWaitSeconds);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init(&makeEngine), py::arg("parameters"), py::arg("group"), py::arg("settings"), withoutGil)
+      .def("settle", &Engine::settle, withoutGil)
       .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)
       .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
       .def("after_local_forward", &Engine::afterLocalForward, withoutGil)
@@ -250,6 +251,8 @@ void bindEngine(py::module_& module) {
       .def("commit", &Engine::commit, withoutGil)
       .def("roll_back", &Engine::rollBack, withoutGil)
       .def("compress_after", &Engine::compressAfter, py::arg("rounds"), withoutGil)
+      .def("rank", &Engine::rank)
+      .def("world_size", &Engine::worldSize)
       .def("low_rank_tensors", &Engine::lowRankTensors, withoutGil)
       .def("needs_outputs", &Engine::needsOutputs)
       .def("stats", &Engine::stats, withoutGil)

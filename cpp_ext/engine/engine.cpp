@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 
 #include "engine/errors.h"
@@ -114,7 +115,7 @@ void Engine::removeHooks() {
   }
 }
 
-void Engine::beforeForward(bool communicates) {
+void Engine::settle() {
   const std::scoped_lock lock(mutex_);
   throwIfReplaced();
   if (running_) {
@@ -122,9 +123,14 @@ void Engine::beforeForward(bool communicates) {
     // The backward pass raised: what it launched still ends, then all is as before it.
     schedule_->finish();
     resetRound();
+    observedOrder_.clear();
     armed_ = 0;
     consumed_ = true;
   }
+}
+
+void Engine::beforeForward(bool communicates) {
+  const std::scoped_lock lock(mutex_);
   if (communicates && !orderAdopted_ && observedOrder_.size() == parameters_.size()) {
     adoptObservedOrder();
   }
@@ -437,9 +443,23 @@ void Engine::finishRound() {
   stats_.steps += 1;
   stats_.bytesSent += schedule_->bytesPerRound();
   adoptUnstored();
+  if (!orderAdopted_) {
+    completeObservedOrder();
+  }
   resetRound();
   armed_ -= 1;
   consumed_ = true;
+}
+
+// With those that had no gradient here: the order is complete on all ranks, or on none, which have to agree
+// whether to adopt it.
+void Engine::completeObservedOrder() {
+  std::vector<bool> listed(parameters_.size(), false);
+  for (const size_t index : observedOrder_) {
+    listed[index] = true;
+  }
+  std::ranges::copy_if(order_, std::back_inserter(observedOrder_),
+                       [&](size_t index) { return !listed[index]; });
 }
 
 // Parameters without a gradient here get the others' gradient, unless no rank has one.
@@ -454,7 +474,24 @@ void Engine::adoptUnstored() {
   for (const size_t index : unstored_) {
     if (!used.defined() || used.const_data_ptr<int32_t>()[index] != 0) {
       parameters_[index].tensor.mutable_grad() = parameters_[index].view;
+    } else {
+      oweAgain(parameters_[index]);
     }
+  }
+}
+
+// No rank has used the parameter, but some of what it owed has been sent, and nobody applies it. Not by rail,
+// where this rank owes for a part of it only; momentum, all of which travels each time, owes no numbers.
+void Engine::oweAgain(const Parameter& parameter) {
+  const at::Tensor& residual = parameter.residual.defined() ? parameter.residual : parameter.lowRank.residual;
+  if (!residual.defined() || parameter.operation.rails || buckets_[parameter.bucket].momentum) {
+    return;
+  }
+  const at::NoGradGuard noGrad;
+  const at::Tensor sent =
+      parameter.view.as_strided({parameter.view.numel()}, {1}).to(at::kFloat).view(residual.sizes());
+  if (sent.isfinite().all().item<bool>()) {
+    residual.add_(sent, parameter.operation.average ? 1.0 : 1.0 / group_->getSize());
   }
 }
 

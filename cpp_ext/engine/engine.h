@@ -2,10 +2,11 @@
 // rank.
 //
 // A round is one backward pass whose gradients are communicated:
-//   beforeForward  raises what is left to raise of the last round; adopts the observed order of gradients,
-//   once afterForward   the next backward is a round backward       each hook stores a gradient in its
-//   bucket; full buckets are launched in order; at the end of the
-//                  backward the caller waits for all of them
+//   settle         raises what is left to raise of the last round
+//   beforeForward  adopts the observed order of gradients, once
+//   afterForward   the next backward is a round
+//   backward       each hook stores a gradient in its bucket; full buckets are launched in order; at the end
+//                  the caller waits for all of them
 // Without afterForward (no_sync) hooks leave the gradients alone.
 #pragma once
 
@@ -80,8 +81,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Throws UsageFailure if the last round ended with gradients missing, CommunicationFailure if an
-  // operation failed. Collective, once, if the backward to come `communicates`: adopts the observed order.
+  // Of its group.
+  int rank() const { return group_->getRank(); }
+  int worldSize() const { return group_->getSize(); }
+
+  // Before a forward: throws UsageFailure if the last round ended with gradients missing,
+  // CommunicationFailure if an operation failed.
+  void settle();
+  // After settle(). Collective, once, if the backward to come `communicates`: adopts the observed order.
   void beforeForward(bool communicates);
   // Makes the next backward a round. `outputs` are needed with findUnused or staticGraph only.
   void afterForward(const std::vector<at::Tensor>& outputs);
@@ -190,7 +197,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void launchFullBuckets();
   void endLearning();
   void finishRound();
+  void completeObservedOrder();
   void adoptUnstored();
+  void oweAgain(const Parameter& parameter);
   void resetRound();
   bool agreesOnUsed() const { return settings_.findUnused || learning_; }
   std::string describe(size_t index) const;

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from baguarun.comm.algorithms import Algorithm, PowerSGD, Sparse
 from baguarun.comm.ddp import DistributedDataParallel
-from baguarun.errors import UsageError
+from baguarun.errors import CommunicationError, UsageError
 from tests.comm.models import assert_averaged, gathered_gradients, loss
-from tests.comm.ranks import run_ranks
+from tests.comm.ranks import run_ranks, run_ranks_to_the_end
 
 
 class Branches(nn.Module):
@@ -34,6 +35,12 @@ def check_branches(model: DistributedDataParallel, used: list[int], rtol: float 
     model.zero_grad()
     loss(model(x, used)["out"]).backward()
     assert_averaged(model.module, reference, rtol, one_scale=rtol > 0.01)
+
+
+class WithBuffer(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
 
 
 def names_the_missing_parameters() -> None:
@@ -139,3 +146,74 @@ def refuses_a_second_gradient() -> None:
 )
 def test_unused_parameters(check: object) -> None:
     run_ranks(check, 2)  # type: ignore[arg-type]
+
+
+def one_rank_leaves_a_parameter_out() -> str:
+    model = DistributedDataParallel(WithBuffer(), bucket_cap_mb=0.0001)
+    used = [0, 1, 2, 3] if dist.get_rank() == 0 else [0]
+    with pytest.raises((UsageError, CommunicationError)) as caught:
+        for _ in range(2):
+            loss(model(torch.randn(3, 6), used)["out"]).backward()
+    return str(caught.value)
+
+
+def test_the_missing_parameters_are_named_before_buffers_are_sent() -> None:
+    """Who has left some out is told at once, though the other rank never comes to its next forward."""
+    outcomes = run_ranks_to_the_end(one_rank_leaves_a_parameter_out, 2)
+    assert outcomes[1].error is None, outcomes[1].traceback
+    assert "no gradient to " in outcomes[1].value
+
+
+def uses_another_part_on_each_rank() -> None:
+    """From the first step on, and for more of them than agreeing on the order takes."""
+    rank = dist.get_rank()
+    for algorithm, rtol in (("gradient_allreduce", 1e-5), ("bytegrad", 0.02)):
+        model = DistributedDataParallel(
+            Branches(), algorithm=algorithm, bucket_cap_mb=0.0001, find_unused_parameters=True
+        )
+        for used in ([[0, 1, 2, 3], [0]], [[0], [0, 1, 2, 3]], [[1], [2]], [[3], [3]]):
+            check_branches(model, used[rank], rtol)
+
+
+@pytest.mark.parametrize("backend", ["baguanet", "gloo"])
+def test_ranks_may_use_different_parts_from_the_first_step_on(backend: str) -> None:
+    run_ranks(uses_another_part_on_each_rank, 2, backend=backend)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ParameterList(nn.Parameter(torch.zeros(2048, 2)) for _ in range(2))
+
+    def forward(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
+        """Its gradients are `gradients`, those of a head without one is not used."""
+        used = zip(self.heads, gradients, strict=True)
+        return torch.stack([(head * given).sum() for head, given in used if given is not None]).sum()
+
+
+def skip_a_head_that_owes(algorithm: Algorithm) -> tuple[float, float]:
+    """What has come of the first head's gradient in the end, and how far off that is at most."""
+    model = DistributedDataParallel(
+        TwoHeads(), algorithm=algorithm, find_unused_parameters=True, bucket_cap_mb=0.001
+    )
+    torch.manual_seed(1 + dist.get_rank())
+    nothing = torch.zeros(2048, 2)
+    owed = torch.randn(2048, 2)
+    total = torch.zeros(2048, 2)
+    # After the first step buckets take the order of gradients, and what sums owe is given up.
+    for given in [nothing, nothing, owed, None, None, *[nothing] * 100]:
+        model.zero_grad()
+        model([given, nothing]).backward()
+        gradient = model.module.heads[0].grad
+        assert (gradient is None) == (given is None)
+        total += 0 if gradient is None else gradient
+    mean = owed.clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    return (total - mean).abs().max().item(), mean.abs().max().item()
+
+
+@pytest.mark.parametrize("algorithm", [Sparse(warmup_steps=0, density=0.05), PowerSGD(start_step=0)], ids=str)
+def test_what_a_part_owes_is_kept_while_nobody_uses_it(algorithm: Algorithm) -> None:
+    for off, scale in run_ranks(skip_a_head_that_owes, 2, algorithm):
+        assert off < 0.01 * scale
