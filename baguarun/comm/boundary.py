@@ -59,7 +59,15 @@ class StepBoundary:
             self._end_or_hold()
 
     def forget(self) -> None:
-        """Nothing of a step has been done: the script has gone to another state."""
+        """Nothing of a step has been done: the script has loaded other weights.
+
+        But if this rank has left the step out others may wait for its part in the exchange; the weights stay.
+        """
+        if self._trained:
+            buffers = self._stepper.context.weights.buffers
+            loaded = [buffer.clone() for buffer in buffers]
+            self._end()
+            torch._foreach_copy_(buffers, loaded)
         self._stepped.clear()
         self._stepping = self._prepared = self._trained = False
 

@@ -41,7 +41,7 @@ class DistributedDataParallel(nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -68,12 +68,14 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         with refusals_told(process_group):
             _refuse_not_served(of_torch)
+            # As torch has it: None is True.
+            asked = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
             chosen = resolve(algorithm, read_worker_env().algorithm)
             settings = SessionSettings(
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
+                broadcast_buffers=asked is not False,
                 init_sync=init_sync,
                 share_memory=share_memory,
             )

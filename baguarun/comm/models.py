@@ -100,7 +100,8 @@ def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
                 return items
             # A copy, which keeps the type (and the attributes of those that have their items as such, too).
             again = copy.copy(value)
-            again.update(items)
+            for key, item in items.items():
+                again[key] = item
             return again
         if isinstance(value, tuple):
             parts = [mapped(item) for item in value]

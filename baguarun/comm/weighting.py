@@ -29,10 +29,11 @@ class MicroBatch:
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:
-    """What forward returned, with views in place of its tensors: `weight` times their gradients go on.
+    """What forward returned, with copies in place of its tensors: `weight` times their gradients go on.
 
-    Views, since one tensor may have been computed from another that was returned as well, and what comes
-    through both is to be multiplied once. Raises `UsageError` if there is no tensor to be found.
+    Copies, since one tensor may have been computed from another that was returned as well, and what comes
+    through both is to be multiplied once; not views, whose hooks go when they are changed in place. Raises
+    `UsageError` if there is no tensor to be found.
     """
     found = False
 
@@ -44,9 +45,9 @@ def weigh_gradients(output: Any, weight: float) -> Any:
         found = True
         if not tensor.requires_grad:
             return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(weigh)  # type: ignore[no-untyped-call]
-        return view
+        copied = tensor.clone()
+        copied.register_hook(weigh)  # type: ignore[no-untyped-call]
+        return copied
 
     output = map_tensors(output, weighed)
     if not found:

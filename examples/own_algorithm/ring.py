@@ -42,3 +42,8 @@ class RingStepper(Stepper):
             for own, other in zip(self.context.weights.buffers, self.pending.wait(), strict=True):
                 own.lerp_(other, self.share)
             self.pending = None
+
+    def drop(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None

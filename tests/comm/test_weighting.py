@@ -32,11 +32,26 @@ class Found:
 
 
 class Output(OrderedDict[str, Any]):
-    """Its items are attributes as well, as transformers has them."""
+    """Its items are attributes as well, and are set one by one only, as transformers has them."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__()
+        for key, value in items.items():
+            self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         self.__dict__[key] = value
+
+    def update(self, *_items: Any, **_more: Any) -> None:
+        raise TypeError("an output is not updated")
+
+    def __reduce__(self) -> Any:
+        return _output, (list(self.items()),)
+
+
+def _output(items: list[tuple[str, Any]]) -> Output:
+    return Output(**dict(items))
 
 
 class Wide(nn.Module):
@@ -80,12 +95,18 @@ def loss_of(output: Any) -> torch.Tensor:
     return output.loss
 
 
-def gradients(form: str) -> list[list[float]]:
+def gradients(form: str, changes_in_place: bool = False) -> list[list[float]]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Wide(form))
     torch.manual_seed(dist.get_rank())
     with model.micro_batch(MicroBatch(weight_of_step=WEIGHTS[dist.get_rank()])):
-        loss_of(model(torch.randn(5, 4))).backward()
+        loss = loss_of(model(torch.randn(5, 4)))
+        if changes_in_place:
+            loss /= 2
+            loss += 1
+        else:
+            loss = loss / 2 + 1
+        loss.backward()
     return [
         parameter.grad.flatten().tolist() for parameter in model.parameters() if parameter.grad is not None
     ]
@@ -95,6 +116,11 @@ def gradients(form: str) -> list[list[float]]:
 def test_a_gradient_is_weighed_once_whatever_comes_with_the_loss(form: str) -> None:
     for wanted, found in zip(run_ranks(gradients, 2, "tensor"), run_ranks(gradients, 2, form), strict=True):
         assert found == wanted
+
+
+def test_what_forward_has_returned_may_be_changed_in_place() -> None:
+    wanted, found = run_ranks(gradients, 2, "tensor"), run_ranks(gradients, 2, "tensor", True)
+    assert found == wanted
 
 
 class Codebook(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.weighting import MicroBatch
 from baguarun.errors import UsageError
 from tests.comm.models import (
     assert_averaged,
@@ -240,6 +241,27 @@ def evaluates_as_often_as_each_rank_likes() -> None:
     assert_same_on_all_ranks([*firsts, *seen[:1]])
 
 
+def evaluates_between_uneven_steps() -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)))
+    for step in range(4):
+        model.train()
+        parts = 1 + (rank + step) % 2
+        for part in range(parts):
+            with model.micro_batch(
+                MicroBatch(weight_of_step=2 / 3, is_first=part == 0, is_last=part == parts - 1)
+            ):
+                loss(model(torch.randn(6, 5) + rank)).backward()
+        model.eval()
+        with torch.no_grad():
+            for _ in range(2 * ((rank + step // 2) % 2)):
+                model(torch.randn(6, 5))
+    # Of the last step, before a forward that all have.
+    with torch.no_grad():
+        model(torch.randn(6, 5))
+    assert_same_on_all_ranks(list(model.module.buffers()))
+
+
 def two_forwards_of_a_model_with_buffers() -> None:
     """What the first one has kept for backward is not changed by the second one's broadcast."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
@@ -309,6 +331,8 @@ class Fragile(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        # Buffers are sent before the forward that comes after: what was launched is over by then.
+        self.register_buffer("steps", torch.zeros(()))
         self.armed = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -401,6 +425,7 @@ def copies_stay_apart() -> None:
         broadcasts_buffers,
         broadcasts_buffers_that_are_assigned_anew,
         evaluates_as_often_as_each_rank_likes,
+        evaluates_between_uneven_steps,
         two_forwards_of_a_model_with_buffers,
         starts_from_rank_zero,
         names_match_torch,

@@ -203,11 +203,6 @@ class AsyncStepper(Stepper):
                 f"{AsyncModelAverage.name}: the state is of a model with {there} weights, this one has "
                 f"{here}; want the state of the same model"
             )
-        if self._round is not None:
-            # All ranks have it under way; the weights that it belongs to are gone.
-            self._round.average.wait()
-            self._round = None
-        self._end_first_period()
         super().load_state_dict(state)
         self._next_start = max(self.steps, self._settings.warmup_steps) + 1
         self._resumed_change = (
@@ -215,6 +210,12 @@ class AsyncStepper(Stepper):
             if change is None
             else [tensor.to(mine.device, copy=True) for tensor, mine in zip(change, buffers, strict=True)]
         )
+
+    def drop(self) -> None:
+        if self._round is not None:
+            self._round.average.wait()
+            self._round = None
+        self._end_first_period()
 
     def begin_anew(self) -> None:
         self.load_state_dict({"steps": 0, "change": None})

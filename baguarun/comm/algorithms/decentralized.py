@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -152,16 +152,7 @@ class _Mixer(Stepper):
         self.steps += 1
         self._started = False
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drop_pending()
-        super().load_state_dict(state)
-
-    def begin_anew(self) -> None:
-        self._drop_pending()
-        super().begin_anew()
-
-    def _drop_pending(self) -> None:
-        """All ranks have it under way; the weights that it belongs to are gone."""
+    def drop(self) -> None:
         if self._pending is not None:
             self._pending.wait()
         self._pending, self._started = None, False

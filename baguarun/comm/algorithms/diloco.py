@@ -163,6 +163,10 @@ class OuterStepper(Stepper):
     def before_forward(self) -> None:
         self._begin_if_fresh()
 
+    def before_step(self) -> None:
+        # Of a step without a forward through the wrapper.
+        self._begin_if_fresh()
+
     def _begin_if_fresh(self) -> None:
         if self._is_fresh:
             for fragment in self._fragments:
@@ -217,13 +221,14 @@ class OuterStepper(Stepper):
             )
         return {**super().state_dict(), "fragments": fragments}
 
-    def begin_anew(self) -> None:
+    def drop(self) -> None:
         for fragment in self._fragments:
-            # What is under way here ends on all ranks and is then forgotten on all.
             fragment.average_change()
             fragment.pending, fragment.shared_steps = None, 0
-        self._is_fresh = True
+
+    def begin_anew(self) -> None:
         super().begin_anew()
+        self._is_fresh = True
 
     def hand_over(self) -> dict[str, Any]:
         self._begin_if_fresh()
@@ -257,9 +262,6 @@ class OuterStepper(Stepper):
         super().load_state_dict(state)
         self._is_fresh = False
         for fragment, kept in zip(self._fragments, saved, strict=True):
-            # What is under way here ends on all ranks and is then forgotten on all.
-            fragment.average_change()
-            fragment.shared_steps = 0
             for own, other in zip(
                 [*fragment.outer, *fragment.momentum], kept["outer"] + kept["momentum"], strict=True
             ):

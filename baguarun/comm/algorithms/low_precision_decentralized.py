@@ -172,11 +172,13 @@ class RingStepper(Stepper):
             "copies": [[tensor.clone() for tensor in copies] for copies in self._copies],
         }
 
-    def begin_anew(self) -> None:
+    def drop(self) -> None:
         self.finish()
-        self._linked = self._resumed = False
-        self._sent_steps = 0
+        self._linked, self._sent_steps = False, 0
+
+    def begin_anew(self) -> None:
         super().begin_anew()
+        self._resumed = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         shapes = self._shapes(self.context.weights.buffers)
@@ -186,9 +188,7 @@ class RingStepper(Stepper):
                 f"{self._settings.name}: the state has weights of {found}, this model has {shapes}; want the "
                 "state of the same model"
             )
-        self.finish()
         super().load_state_dict(state)
-        self._linked, self._sent_steps = False, 0
         # Of other nodes it may be of another shard, of one node of none: then w begins as the weights.
         is_same = list(state.get("shard", _WHOLE)) == list(self._shard)
         self._resumed = is_same and self._shapes(state["own"]) == self._shapes(self._own)

@@ -95,11 +95,17 @@ class Stepper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; the weights are restored by the caller, before."""
+        self.drop()
         self.steps = int(state["steps"])
         self.shared_steps = 0
 
+    def drop(self) -> None:
+        """Wait for what all ranks have under way, and forget it: the weights that it belongs to are gone."""
+        return
+
     def begin_anew(self) -> None:
         """As at the start of training, from the weights of now. At a step boundary, on all ranks."""
+        self.drop()
         self.steps = self.shared_steps = 0
 
     def hand_over(self) -> dict[str, Any]:

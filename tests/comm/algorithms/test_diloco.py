@@ -12,6 +12,7 @@ from baguarun.errors import UsageError
 from tests.comm.algorithms.simulation import (
     Net,
     assert_same_training,
+    backward,
     make_optimizer,
     one_step,
     run_for_tensors,
@@ -116,6 +117,25 @@ def test_a_checkpoint_keeps_outer_weights_momentum_and_what_is_under_way() -> No
     for pairs in run_for_tensors(train_with_and_without_a_cut, 2):
         for through, resumed in pairs:
             assert torch.equal(through, resumed)
+
+
+def train_without_the_wrapper(calls_wrapper: bool) -> torch.Tensor:
+    net = Net()
+    optimizer = make_optimizer(net)
+    model = DistributedDataParallel(
+        net, optimizers=[optimizer], algorithm=DiLoCo(local_steps=2), find_unused_parameters=True
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model if calls_wrapper else net, dist.get_rank(), step, 0, torch.float64)
+        optimizer.step()
+    return weights_of(net)
+
+
+def test_steps_without_a_forward_through_the_wrapper_are_steps_all_the_same() -> None:
+    wanted = run_for_tensors(train_without_the_wrapper, 2, True)
+    found = run_for_tensors(train_without_the_wrapper, 2, False)
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 
 
 def load_a_wrong_state() -> str:

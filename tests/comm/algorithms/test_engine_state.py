@@ -199,6 +199,26 @@ def test_going_back_in_the_middle_of_a_step_drops_what_it_has_begun(algorithm: A
         assert torch.equal(through, again)
 
 
+def load_where_one_rank_has_left_a_step_out() -> tuple[torch.Tensor, torch.Tensor]:
+    """As GradScaler does on the rank whose gradients overflowed: the others wait in their step for it."""
+    model, optimizer = make_with_stepper(LocalSGD(local_steps=1))
+    one_after_the_other(model, optimizer, 0, 2)
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+    through = one_after_the_other(model, optimizer, 2, 5)
+    backward(model, dist.get_rank(), 5, 0, torch.float64)
+    if dist.get_rank() == 0:
+        optimizer.step()
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    model.load_algorithm_state_dict(kept[2])
+    return through, one_after_the_other(model, optimizer, 2, 5)
+
+
+def test_who_has_left_a_step_out_takes_part_in_its_exchange_before_a_state_is_loaded() -> None:
+    for through, again in run_for_tensors(load_where_one_rank_has_left_a_step_out, 2):
+        assert torch.equal(through, again)
+
+
 def load_what_a_world_of_one_had(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
     model, optimizer = make_with_stepper(algorithm)
     weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
