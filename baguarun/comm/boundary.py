@@ -36,6 +36,7 @@ class StepBoundary:
         self._stepping = False
         self._prepared = False
         self._trained = False
+        self._begun = False
         for optimizer in optimizers:
             self._watch(optimizer)
 
@@ -52,6 +53,7 @@ class StepBoundary:
             self._stepping = False
         if self._trained and not self._stepping:
             self._end()
+        self._begun = self._begun or torch.is_grad_enabled()
 
     def end_left_out(self) -> None:
         """Where a step is over for the script: end one that was left out, as others wait for its exchange."""
@@ -61,15 +63,16 @@ class StepBoundary:
     def forget(self) -> None:
         """Nothing of a step has been done: the script has loaded other weights.
 
-        But if this rank has left the step out others may wait for its part in the exchange; the weights stay.
+        But if a step has begun on this rank others may have ended it and wait for its part in the exchange;
+        the weights stay. One that has begun on some ranks only is not told from that.
         """
-        if self._trained:
+        if self._begun:
             buffers = self._stepper.context.weights.buffers
             loaded = [buffer.clone() for buffer in buffers]
             self._end()
             torch._foreach_copy_(buffers, loaded)
         self._stepped.clear()
-        self._stepping = self._prepared = self._trained = False
+        self._stepping = self._prepared = self._trained = self._begun = False
 
     def close(self) -> None:
         """No step ends here any more, whatever still holds this object; an error that is held is dropped."""
@@ -148,7 +151,7 @@ class StepBoundary:
         if not self._prepared:
             self._prepare()
         self._stepped.clear()
-        self._prepared = self._trained = False
+        self._prepared = self._trained = self._begun = False
         with torch.no_grad(), timeline.span("end of the step", "weights"):
             self._stepper.after_step()
 

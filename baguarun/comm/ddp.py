@@ -75,7 +75,7 @@ class DistributedDataParallel(nn.Module):
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                broadcast_buffers=asked is not False,
+                broadcast_buffers=True if asked is None else bool(asked),
                 init_sync=init_sync,
                 share_memory=share_memory,
             )

@@ -322,11 +322,10 @@ class DataParallelSession:
         """Raise what the last step left to raise; overwrite buffers by rank 0's."""
         if self._boundary is not None:
             self._boundary.before_forward()
-        shares_buffers = self._shares_buffers_now()
-        if self._engine is not None and (shares_buffers or torch.is_grad_enabled()):
+        if torch.is_grad_enabled() and self._engine is not None:
             self._engine.settle()
         # Before the engine agrees on anything: on another rank this is done by an evaluation.
-        if shares_buffers:
+        if self._shares_buffers_now():
             self._buffers_are_due = False
             if buffers := self._find_buffers():
                 broadcast_buffers(buffers, self._group)

@@ -329,13 +329,16 @@ void Driver::finish(Lock& lock, std::vector<Ended> ended) {
     startThread(lock);
   }
   handOver(lock);
+  const bool wasAway = isAway_;
   isAway_ = isAway_ || isProgressThread(lock);
   lock.unlock();
   for (const auto& call : then) {
     call();
   }
   lock.lock();
-  isAway_ = isAway_ && !isProgressThread(lock);
+  if (isProgressThread(lock)) {
+    isAway_ = wasAway;
+  }
 }
 
 std::exception_ptr Driver::execute(Collective& collective) noexcept {

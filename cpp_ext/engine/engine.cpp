@@ -122,8 +122,13 @@ void Engine::settle() {
     throwIfMissing();
     // The backward pass raised: what it launched still ends, then all is as before it.
     schedule_->finish();
+    // Where all buckets were launched others may have ended the round well, and await the order.
+    if (nextBucket_ < buckets_.size() || learning_) {
+      observedOrder_.clear();
+    } else if (!orderAdopted_) {
+      completeObservedOrder();
+    }
     resetRound();
-    observedOrder_.clear();
     armed_ = 0;
     consumed_ = true;
   }
@@ -490,9 +495,8 @@ void Engine::oweAgain(const Parameter& parameter) {
   const at::NoGradGuard noGrad;
   const at::Tensor sent =
       parameter.view.as_strided({parameter.view.numel()}, {1}).to(at::kFloat).view(residual.sizes());
-  if (sent.isfinite().all().item<bool>()) {
-    residual.add_(sent, parameter.operation.average ? 1.0 : 1.0 / group_->getSize());
-  }
+  residual.add_(at::where(sent.isfinite().all(), sent, 0.0),
+                parameter.operation.average ? 1.0 : 1.0 / group_->getSize());
 }
 
 void Engine::resetRound() {

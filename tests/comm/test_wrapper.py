@@ -352,6 +352,26 @@ def survives_a_backward_that_raises() -> None:
         check_step(model, lambda local, x=x: loss(local(x)).backward())
 
 
+def goes_on_after_an_error_behind_its_backward() -> None:
+    """On one rank, which had sent all its gradients by then: for the other one the round has ended well."""
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
+
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise ArithmeticError("boom")
+
+    # What comes before the model is done when all that is behind it is.
+    x = batch(model.module).requires_grad_() * 1
+    if dist.get_rank() == 0:
+        x.register_hook(refuse)
+        with pytest.raises(ArithmeticError):
+            loss(model(x)).backward()
+    else:
+        loss(model(x)).backward()
+    for _ in range(2):
+        y = batch(model.module)
+        check_step(model, lambda local, y=y: loss(local(y)).backward())
+
+
 def adopts_the_order_of_gradients() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -431,6 +451,7 @@ def copies_stay_apart() -> None:
         names_match_torch,
         runs_two_engines,
         survives_a_backward_that_raises,
+        goes_on_after_an_error_behind_its_backward,
         adopts_the_order_of_gradients,
         optimizes_with_autocast_and_clipping,
         evaluates_without_gradients,

@@ -167,6 +167,8 @@ _LISTED = (
         make_optimizer=make_qadam,
         knows_scaler=True,
         nodes=NODES,
+        # A bucket for each parameter, for the reason below.
+        bucket_cap_mb=1e-6,
     ),
     Row(
         title="qadam, bits=1, warmup_steps=2",

@@ -112,7 +112,7 @@ class _Stages(GradientStages):
         mixed = {
             id(parameter): (average, beta)
             for optimizer in self._optimizers
-            for parameter, average, beta in optimizer.averages()
+            for parameter, average, beta in optimizer.averages(self._ids)
         }
         found = [mixed[id(parameter)] for parameter in self._parameters]
         scalers = [optimizer.grad_scaler for optimizer in self._optimizers if optimizer.grad_scaler]
@@ -132,6 +132,15 @@ class _Stages(GradientStages):
             and self._ids.issuperset(id(parameter) for parameter in parameters)
             and bool(self._engine.momentum_is_known_finite())
         )
+
+    def require_exchanged(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise `UsageError` for gradients that were not."""
+        foreign = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in self._ids]
+        if foreign:
+            raise UsageError(
+                f"qadam: {len(foreign)} parameters, of shape {', '.join(map(str, foreign[:10]))}, were "
+                "frozen when the model was wrapped: their gradients are this rank's; wrap the model again"
+            )
 
     def describe(self) -> str:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]

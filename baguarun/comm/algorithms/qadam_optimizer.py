@@ -111,10 +111,16 @@ class QAdamOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         _check_group(self.param_groups[-1])
 
-    def averages(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, float]]:
-        """After the warm-up: each parameter, its momentum and its beta."""
-        for group, parameter in self._each():
-            yield parameter, self._require_state(group, parameter)["exp_avg"], float(group["betas"][0])
+    def averages(self, asked: set[int]) -> Iterator[tuple[nn.Parameter, torch.Tensor, float]]:
+        """After the warm-up, of its parameters whose ids are `asked`: each, its momentum and its beta."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in asked:
+                    yield (
+                        parameter,
+                        self._require_state(group, parameter)["exp_avg"],
+                        float(group["betas"][0]),
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -133,6 +139,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             )
             return loss
         in_warmup, has_stepped = self.in_warmup, False
+        if not in_warmup:
+            self._require_exchanged()
         for group in self.param_groups:
             parameters: list[torch.Tensor] = [each for each in group["params"] if each.grad is not None]
             if parameters:
@@ -145,6 +153,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if in_warmup and has_stepped:
             self._freeze_together()
         return loss
+
+    def _require_exchanged(self) -> None:
+        stages = self._stages() if self._stages is not None else None
+        if stages is not None:
+            found = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+            stages.require_exchanged(found)
 
     def _freeze_together(self) -> None:
         """Unless one of those that step the model has still to take steps of the warm-up."""

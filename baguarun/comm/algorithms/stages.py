@@ -69,6 +69,10 @@ class GradientStages(ABC):
         del parameters
         return False
 
+    def require_exchanged(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise `UsageError` for parameters whose gradients are not of this model."""
+        del parameters
+
     def memory(self) -> EngineMemory | None:
         """What a checkpoint must keep of the stages themselves; None: nothing."""
         return None

@@ -219,6 +219,27 @@ def test_who_has_left_a_step_out_takes_part_in_its_exchange_before_a_state_is_lo
         assert torch.equal(through, again)
 
 
+def load_where_one_rank_has_not_come_to_backward() -> tuple[torch.Tensor, torch.Tensor]:
+    model, optimizer = make_with_stepper(LocalSGD(local_steps=1))
+    one_after_the_other(model, optimizer, 0, 2)
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+    through = one_after_the_other(model, optimizer, 2, 5)
+    if dist.get_rank() == 0:
+        backward(model, 0, 5, 0, torch.float64)
+    else:
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model(torch.ones(2, 3, dtype=torch.float64))
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    model.load_algorithm_state_dict(kept[2])
+    return through, one_after_the_other(model, optimizer, 2, 5)
+
+
+def test_ranks_that_have_come_further_in_a_step_than_others_may_load_a_state() -> None:
+    for through, again in run_for_tensors(load_where_one_rank_has_not_come_to_backward, 2):
+        assert torch.equal(through, again)
+
+
 def load_what_a_world_of_one_had(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
     model, optimizer = make_with_stepper(algorithm)
     weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}

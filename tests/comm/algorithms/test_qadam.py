@@ -454,10 +454,14 @@ def freeze_and_unfreeze_after_the_warm_up(bits: int) -> None:
         assert_same_on_all_ranks(list(module.parameters()))
 
     module["late"].requires_grad_(False)
-    steps(wrap(), 5)
+    model = wrap()
+    steps(model, 5)
     assert torch.equal(module["late"].weight, start)
-    # Was not there in the warm-up.
+    # Was not there in the warm-up, and nobody exchanges its gradients before it is wrapped.
     module["late"].requires_grad_(True)
+    if dist.get_world_size() > 1:
+        with pytest.raises(UsageError, match="were frozen when the model was wrapped"):
+            steps(model, 1)
     model = wrap()
     steps(model, 3)
     assert 0 < (module["late"].weight - start).abs().max() < 6 * 3 * 0.01
