@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm import timeline
+from baguarun.comm.arrival import require_arrived
 from baguarun.comm.rail_groups import RailGroups
 from baguarun.comm.weights import pieces_of
 from baguarun.errors import CommunicationError
@@ -219,6 +220,7 @@ class PendingRails:
                 ) from error
         if self._event is not None:
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
+            require_arrived(self._tensors[0].device)
         return self._tensors
 
 

@@ -1,4 +1,5 @@
 // Python module baguarun._C: the engine, the c10d backend, and the codecs for tests. Nothing is decided here.
+#include <ATen/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -45,7 +46,8 @@ void bindErrors() {
   });
 }
 
-// Where a codec call on `tensor` runs: the CPU, or the current stream of its device.
+// Where a codec call on `tensor` runs: the CPU, or the current stream of its device, which is to be the
+// current device.
 codec::Exec execOf(const at::Tensor& tensor) {
   if (tensor.is_cpu()) {
     return {codec::Device::cpu, nullptr};
@@ -66,6 +68,7 @@ at::Tensor encode(const at::Tensor& values, codec::Wire wire, uint32_t keep, uin
   const codec::Format format{wire, keep, seed};
   const at::Tensor plain = values.contiguous();
   at::Tensor chunk = emptyChunk(plain, format, static_cast<size_t>(plain.numel()));
+  const c10::OptionalDeviceGuard guard(at::device_of(plain));
   codec::encode(execOf(plain), format, engine::codecType(plain.scalar_type()), plain.const_data_ptr(),
                 static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
   return chunk;
@@ -81,6 +84,7 @@ at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, cod
                                " contiguous float32 numbers on the device of the values");
   }
   at::Tensor chunk = emptyChunk(plain, format, static_cast<size_t>(plain.numel()));
+  const c10::OptionalDeviceGuard guard(at::device_of(plain));
   codec::encodeWithResidual(execOf(plain), format, engine::codecType(plain.scalar_type()),
                             plain.const_data_ptr(), residual.mutable_data_ptr<float>(),
                             static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
@@ -90,6 +94,7 @@ at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, cod
 at::Tensor decode(const at::Tensor& chunk, codec::Wire wire, int64_t numElements, at::ScalarType dtype,
                   uint32_t keep, uint64_t seed) {
   at::Tensor values = at::empty({numElements}, chunk.options().dtype(dtype));
+  const c10::OptionalDeviceGuard guard(at::device_of(chunk));
   codec::decode(execOf(chunk), {wire, keep, seed}, engine::codecType(dtype), chunk.const_data_ptr(),
                 static_cast<size_t>(numElements), values.mutable_data_ptr());
   return values;
@@ -108,6 +113,7 @@ at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire,
                         int64_t numElements, uint32_t keep, uint64_t seed) {
   const codec::Format format{wire, keep, seed};
   at::Tensor result = emptyChunk(chunks.at(0), format, static_cast<size_t>(numElements));
+  const c10::OptionalDeviceGuard guard(at::device_of(result));
   codec::reduceEncode(execOf(result), format, pointersTo(chunks).data(), chunks.size(),
                       static_cast<float>(scale), static_cast<size_t>(numElements), result.mutable_data_ptr());
   return result;
@@ -116,6 +122,7 @@ at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire,
 at::Tensor reduceDecode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
                         int64_t numElements, at::ScalarType dtype, uint32_t keep, uint64_t seed) {
   at::Tensor values = at::empty({numElements}, chunks.at(0).options().dtype(dtype));
+  const c10::OptionalDeviceGuard guard(at::device_of(values));
   codec::reduceDecode(execOf(values), {wire, keep, seed}, engine::codecType(dtype), pointersTo(chunks).data(),
                       chunks.size(), static_cast<float>(scale), static_cast<size_t>(numElements),
                       values.mutable_data_ptr());

@@ -1,3 +1,4 @@
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -14,16 +15,17 @@ namespace baguarun::engine {
 
 namespace {
 
-// Makes `stream` the current one of its device for as long as it lives.
+// Makes `stream` the current one of its device, and that the current device, for as long as it lives.
 class StreamScope {
  public:
   StreamScope(const c10::impl::VirtualGuardImpl& device, c10::Stream stream)
-      : device_(device), previous_(device.exchangeStream(stream)) {}
+      : guard_(stream.device()), device_(device), previous_(device.exchangeStream(stream)) {}
   ~StreamScope() { device_.exchangeStream(previous_); }
   StreamScope(const StreamScope&) = delete;
   StreamScope& operator=(const StreamScope&) = delete;
 
  private:
+  const c10::DeviceGuard guard_;
   const c10::impl::VirtualGuardImpl& device_;
   c10::Stream previous_;
 };
@@ -50,6 +52,16 @@ class StreamSchedule final : public Schedule {
     tracks_.add("agreement on used parameters", 0, 0);
     // The buffers made above were filled on the current stream.
     follow(impl_.getStream(device_));
+  }
+
+  // What was launched and never finished (the World is given up) may still be at memory that goes now.
+  ~StreamSchedule() override {
+    try {
+      finished_.record(stream_);
+      finished_.block(impl_.getStream(device_));
+    } catch (const std::exception&) {
+      // The device is beyond use, and so is the memory.
+    }
   }
 
   void stored(size_t index) override {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from baguarun.comm.algorithms.base import Operation, OperationKind, Wire
 from baguarun.comm.algorithms.stepper import Stepper
+from baguarun.comm.arrival import require_arrived
 from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.rail_groups import RailGroups
 
@@ -52,6 +53,7 @@ class CodedReduction:
         """The results: on CPU they are there, on an accelerator its current stream waits for them."""
         if self._running is not None:
             self._running.wait()
+            require_arrived(self._tensors[0].device)
             # Its threads and buffers go.
             self._running = None
         return self._tensors

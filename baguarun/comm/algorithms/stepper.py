@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm import timeline
+from baguarun.comm.arrival import require_arrived
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.legacy import source_of
 from baguarun.comm.rail_exchanger import RailExchanger
@@ -197,6 +198,7 @@ class PendingReduction:
             with timeline.span("wait for weights", "wait"):
                 for work in self._works:
                     call(work.wait)
+                require_arrived(self._tensors[0].device)
             self._flight.end()
             if self._divisor > 1:
                 torch._foreach_div_(self._tensors, self._divisor)
@@ -242,6 +244,8 @@ class PendingExchange:
         with timeline.span("wait for weights", "wait"):
             for work in works:
                 call(work.wait)
+            if works:
+                require_arrived(self._received[0].device)
 
 
 def start_messages(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from baguarun.comm.arrival import require_arrived
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.elastic.training import values
 from baguarun.errors import UsageError
@@ -183,6 +184,7 @@ def _averages(mine: Sequence[torch.Tensor], among: int, *, contributes: bool = T
         else:
             flat = torch.zeros(sum(sizes), dtype=wide, device=where)
         dist.all_reduce(flat)
+        require_arrived(where)
         flat.div_(among)
         for place, part in zip(places, torch.split(flat, sizes), strict=True):
             found[place] = part.view_as(mine[place])
