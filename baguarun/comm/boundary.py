@@ -40,7 +40,7 @@ class StepBoundary:
         for optimizer in optimizers:
             self._watch(optimizer)
 
-    def before_forward(self) -> None:
+    def before_forward(self, *, trains: bool) -> None:
         """Before every forward, evaluation too: end a step that was left out."""
         self.require_ended()
         if self._stepping and torch.is_grad_enabled():
@@ -53,7 +53,7 @@ class StepBoundary:
             self._stepping = False
         if self._trained and not self._stepping:
             self._end()
-        self._begun = self._begun or torch.is_grad_enabled()
+        self._begun = self._begun or trains
 
     def end_left_out(self) -> None:
         """Where a step is over for the script: end one that was left out, as others wait for its exchange."""

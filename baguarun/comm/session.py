@@ -321,11 +321,12 @@ class DataParallelSession:
     def before_forward(self) -> None:
         """Raise what the last step left to raise; overwrite buffers by rank 0's."""
         if self._boundary is not None:
-            self._boundary.before_forward()
+            self._boundary.before_forward(trains=torch.is_grad_enabled() and self._module.training)
         if torch.is_grad_enabled() and self._engine is not None:
             self._engine.settle()
-        # Before the engine agrees on anything: on another rank this is done by an evaluation.
-        if self._shares_buffers_now():
+        # Before the engine agrees on anything: on another rank this is done by an evaluation. Not by one that
+        # comes after a backward which has not ended: what that has launched comes first on other ranks.
+        if self._shares_buffers_now() and not (self._engine is not None and self._engine.in_round()):
             self._buffers_are_due = False
             if buffers := self._find_buffers():
                 broadcast_buffers(buffers, self._group)

@@ -29,20 +29,25 @@ class MicroBatch:
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:
-    """What forward returned, with other tensors of the same memory: `weight` times their gradients go on.
+    """What forward returned, with copies in place of its tensors: `weight` times their gradients go on.
 
-    Others, since one may have been computed from another that was returned as well, and what comes through
-    both is to be multiplied once. Raises `UsageError` if there is no tensor to be found.
+    Copies, since one tensor may have been computed from another that was returned as well, and what comes
+    through both is to be multiplied once; of the same memory they could not be changed in place, or would
+    forget it. Raises `UsageError` if there is no tensor to be found.
     """
     found = False
+
+    def weigh(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * weight
 
     def weighed(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal found
         found = True
         if not tensor.requires_grad:
             return tensor
-        other: torch.Tensor = _Weighed.apply(tensor, weight)  # type: ignore[no-untyped-call]
-        return other
+        copied = tensor.clone()
+        copied.register_hook(weigh)  # type: ignore[no-untyped-call]
+        return copied
 
     output = map_tensors(output, weighed)
     if not found:
@@ -52,18 +57,6 @@ def weigh_gradients(output: Any, weight: float) -> Any:
             "dataclasses of them"
         )
     return output
-
-
-class _Weighed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        # Not a view for autograd: it may be changed in place.
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.weight, None
 
 
 def backward_of_nothing(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

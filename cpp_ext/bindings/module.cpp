@@ -238,6 +238,7 @@ void bindEngine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init(&makeEngine), py::arg("parameters"), py::arg("group"), py::arg("settings"), withoutGil)
       .def("settle", &Engine::settle, withoutGil)
+      .def("in_round", &Engine::inRound, withoutGil)
       .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)
       .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
       .def("after_local_forward", &Engine::afterLocalForward, withoutGil)

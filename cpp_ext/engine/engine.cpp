@@ -134,6 +134,11 @@ void Engine::settle() {
   }
 }
 
+bool Engine::inRound() {
+  const std::scoped_lock lock(mutex_);
+  return running_;
+}
+
 void Engine::beforeForward(bool communicates) {
   const std::scoped_lock lock(mutex_);
   if (communicates && !orderAdopted_ && observedOrder_.size() == parameters_.size()) {
@@ -495,7 +500,7 @@ void Engine::oweAgain(const Parameter& parameter) {
   const at::NoGradGuard noGrad;
   const at::Tensor sent =
       parameter.view.as_strided({parameter.view.numel()}, {1}).to(at::kFloat).view(residual.sizes());
-  residual.add_(at::where(sent.isfinite().all(), sent, 0.0),
+  residual.add_(sent.masked_fill(sent.isfinite().all().logical_not(), 0.0),
                 parameter.operation.average ? 1.0 : 1.0 / group_->getSize());
 }
 

@@ -88,6 +88,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Before a forward: throws UsageFailure if the last round ended with gradients missing,
   // CommunicationFailure if an operation failed.
   void settle();
+  // Between the first gradient of a backward and its end; after one that raised until settle().
+  bool inRound();
   // After settle(). Collective, once, if the backward to come `communicates`: adopts the observed order.
   void beforeForward(bool communicates);
   // Makes the next backward a round. `outputs` are needed with findUnused or staticGraph only.

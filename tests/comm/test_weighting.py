@@ -102,6 +102,7 @@ def gradients(form: str, changes_in_place: bool = False) -> list[list[float]]:
     with model.micro_batch(MicroBatch(weight_of_step=WEIGHTS[dist.get_rank()])):
         loss = loss_of(model(torch.randn(5, 4)))
         if changes_in_place:
+            loss.unsqueeze_(0)
             loss /= 2
             loss += 1
         else:

@@ -354,7 +354,10 @@ def survives_a_backward_that_raises() -> None:
 
 def goes_on_after_an_error_behind_its_backward() -> None:
     """On one rank, which had sent all its gradients by then: for the other one the round has ended well."""
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
+    net = mlp()
+    # Sent before whatever forward comes next, but not while what the backward has launched is under way.
+    net.register_buffer("anything", torch.zeros(3))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.0001)
 
     def refuse(_gradient: torch.Tensor) -> None:
         raise ArithmeticError("boom")
@@ -367,6 +370,8 @@ def goes_on_after_an_error_behind_its_backward() -> None:
             loss(model(x)).backward()
     else:
         loss(model(x)).backward()
+    with torch.no_grad():
+        model(x)
     for _ in range(2):
         y = batch(model.module)
         check_step(model, lambda local, y=y: loss(local(y)).backward())

@@ -22,6 +22,7 @@ from baguarun.comm.algorithms.stepper import (
     require_range,
     start_messages,
 )
+from baguarun.comm.arrival import require_arrived
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.extension import load_extension
 from baguarun.comm.rail_exchanger import RailExchanger
@@ -299,6 +300,7 @@ class RingStepper(Stepper):
         messages = zip(peers, sent, strict=True), zip(peers, received, strict=True)
         for work in start_messages(self._group, *map(list, messages)):
             call(work.wait)
+        require_arrived(self._device)
 
 
 def _place(context: StepContext) -> tuple[tuple[int, ...], tuple[int, int]]:

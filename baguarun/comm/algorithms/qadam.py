@@ -135,6 +135,8 @@ class _Stages(GradientStages):
 
     def require_exchanged(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise `UsageError` for gradients that were not."""
+        if self._engine is None:
+            return
         foreign = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in self._ids]
         if foreign:
             raise UsageError(
