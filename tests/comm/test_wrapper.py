@@ -372,6 +372,8 @@ def goes_on_after_an_error_behind_its_backward() -> None:
         loss(model(x)).backward()
     with torch.no_grad():
         model(x)
+    # On rank 0 the buffers go with this one, on rank 1 they went with the evaluation, which waits for them.
+    loss(model(x.detach())).backward()
     for _ in range(2):
         y = batch(model.module)
         check_step(model, lambda local, y=y: loss(local(y)).backward())
