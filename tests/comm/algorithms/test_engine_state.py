@@ -72,10 +72,7 @@ def save(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, path:
 
 
 def load(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    weights, stepped, owed = torch.load(path)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(stepped)
-    model.load_algorithm_state_dict(owed)
+    put_back(model, optimizer, torch.load(path))
 
 
 def checkpoint(folder: Path, cut: int) -> Path:
@@ -181,15 +178,24 @@ def one_after_the_other(model: Any, optimizer: torch.optim.Optimizer, first: int
     return weights_of(model.module)
 
 
+def keep(model: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+
+
+def put_back(model: Any, optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> None:
+    weights, stepped, owed = kept
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(stepped)
+    model.load_algorithm_state_dict(owed)
+
+
 def go_back_in_the_middle_of_a_step(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
     model, optimizer = make_with_stepper(algorithm)
     one_after_the_other(model, optimizer, 0, 3)
-    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+    kept = keep(model, optimizer)
     through = one_after_the_other(model, optimizer, 3, 6)
     backward(model, dist.get_rank(), 6, 0, torch.float64)
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    model.load_algorithm_state_dict(kept[2])
+    put_back(model, optimizer, kept)
     return through, one_after_the_other(model, optimizer, 3, 6)
 
 
@@ -203,14 +209,12 @@ def load_where_one_rank_has_left_a_step_out() -> tuple[torch.Tensor, torch.Tenso
     """As GradScaler does on the rank whose gradients overflowed: the others wait in their step for it."""
     model, optimizer = make_with_stepper(LocalSGD(local_steps=1))
     one_after_the_other(model, optimizer, 0, 2)
-    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+    kept = keep(model, optimizer)
     through = one_after_the_other(model, optimizer, 2, 5)
     backward(model, dist.get_rank(), 5, 0, torch.float64)
     if dist.get_rank() == 0:
         optimizer.step()
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    model.load_algorithm_state_dict(kept[2])
+    put_back(model, optimizer, kept)
     return through, one_after_the_other(model, optimizer, 2, 5)
 
 
@@ -222,16 +226,14 @@ def test_who_has_left_a_step_out_takes_part_in_its_exchange_before_a_state_is_lo
 def load_where_one_rank_has_not_come_to_backward() -> tuple[torch.Tensor, torch.Tensor]:
     model, optimizer = make_with_stepper(LocalSGD(local_steps=1))
     one_after_the_other(model, optimizer, 0, 2)
-    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()])
+    kept = keep(model, optimizer)
     through = one_after_the_other(model, optimizer, 2, 5)
     if dist.get_rank() == 0:
         backward(model, 0, 5, 0, torch.float64)
     else:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model(torch.ones(2, 3, dtype=torch.float64))
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    model.load_algorithm_state_dict(kept[2])
+    put_back(model, optimizer, kept)
     return through, one_after_the_other(model, optimizer, 2, 5)
 
 
