@@ -118,7 +118,7 @@ class Communicator {
   // Moves messages. False: nothing could move.
   bool progress();
   // Whether somebody must go on to call progress() though no message is awaited here: a short one that was
-  // sent may wait for room at the peer.
+  // sent may wait for room at the peer, and other hosts for word of what has broken the group.
   bool hasUnsent() const;
   // Sleeps until progress() may find something to do, wake() or abort() is called, or `until` has passed.
   void sleep(Clock::time_point until);
