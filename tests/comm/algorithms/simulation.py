@@ -87,50 +87,45 @@ def one_step(
     optimizer.step()
 
 
+def wrapped(
+    algorithm: Algorithm, dtype: torch.dtype = torch.float64, *, init_sync: bool = True
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """A new `Net` and its optimizer. Without `init_sync` each rank goes on from weights of its own."""
+    net = Net(dtype)
+    optimizer = make_optimizer(net)
+    model = DistributedDataParallel(
+        net, optimizers=[optimizer], algorithm=algorithm, find_unused_parameters=True, init_sync=init_sync
+    )
+    return model, optimizer
+
+
 def train(
     algorithm: Algorithm, steps: int, *, micro_batches: int = 1, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """On one rank: its weights after each step, a row each."""
-    net = Net(dtype)
-    optimizer = make_optimizer(net)
-    model = DistributedDataParallel(
-        net, optimizers=[optimizer], algorithm=algorithm, find_unused_parameters=True
-    )
+    model, optimizer = wrapped(algorithm, dtype)
     rows = []
     for step in range(steps):
         one_step(model, optimizer, step, micro_batches, dtype)
-        rows.append(weights_of(net))
+        rows.append(weights_of(model.module))
     return torch.stack(rows)
 
 
 def train_through(algorithm: Algorithm, steps: int, *, cut: int | None = None) -> torch.Tensor:
     """On one rank: its last weights. At `cut` all goes through a checkpoint of its own into new objects."""
-    net = Net()
-    optimizer = make_optimizer(net)
-    model = DistributedDataParallel(
-        net, optimizers=[optimizer], algorithm=algorithm, find_unused_parameters=True
-    )
+    model, optimizer = wrapped(algorithm)
     for step in range(steps):
         if step == cut:
             file = io.BytesIO()
             torch.save([model.state_dict(), optimizer.state_dict(), model.algorithm_state_dict()], file)
             file.seek(0)
             weights, optimizer_state, algorithm_state = torch.load(file)
-            net = Net()
-            optimizer = make_optimizer(net)
-            # Replicas may differ: each rank goes on from its own.
-            model = DistributedDataParallel(
-                net,
-                optimizers=[optimizer],
-                algorithm=algorithm,
-                find_unused_parameters=True,
-                init_sync=False,
-            )
+            model, optimizer = wrapped(algorithm, init_sync=False)
             model.load_state_dict(weights)
             optimizer.load_state_dict(optimizer_state)
             model.load_algorithm_state_dict(algorithm_state)
         one_step(model, optimizer, step, 1, torch.float64)
-    return weights_of(net)
+    return weights_of(model.module)
 
 
 def train_each(algorithms: Sequence[Algorithm], steps: int, micro_batches: int = 1) -> list[torch.Tensor]:

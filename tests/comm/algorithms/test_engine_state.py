@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.comm.algorithms.simulation import (
     one_step,
     run_for_tensors,
     weights_of,
+    wrapped,
 )
 from tests.comm.models import assert_same_on_all_ranks
 from tests.comm.ranks import run_ranks
@@ -159,19 +161,6 @@ WITH_STEPPERS: list[Algorithm] = [
 ]
 
 
-def make_with_stepper(algorithm: Algorithm, init_sync: bool = True) -> tuple[Any, torch.optim.Optimizer]:
-    net = Net()
-    optimizer = make_optimizer(net)
-    model = DistributedDataParallel(
-        net,
-        optimizers=[optimizer],
-        algorithm=algorithm,
-        find_unused_parameters=True,
-        init_sync=init_sync,
-    )
-    return model, optimizer
-
-
 def one_after_the_other(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> torch.Tensor:
     for step in range(first, last):
         one_step(model, optimizer, step, 1, torch.float64)
@@ -190,7 +179,7 @@ def put_back(model: Any, optimizer: torch.optim.Optimizer, kept: list[dict[str, 
 
 
 def go_back_in_the_middle_of_a_step(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
-    model, optimizer = make_with_stepper(algorithm)
+    model, optimizer = wrapped(algorithm)
     one_after_the_other(model, optimizer, 0, 3)
     kept = keep(model, optimizer)
     through = one_after_the_other(model, optimizer, 3, 6)
@@ -205,45 +194,43 @@ def test_going_back_in_the_middle_of_a_step_drops_what_it_has_begun(algorithm: A
         assert torch.equal(through, again)
 
 
-def load_where_one_rank_has_left_a_step_out() -> tuple[torch.Tensor, torch.Tensor]:
+def leave_the_step_out(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """As GradScaler does on the rank whose gradients overflowed: the others wait in their step for it."""
-    model, optimizer = make_with_stepper(LocalSGD(local_steps=1))
-    one_after_the_other(model, optimizer, 0, 2)
-    kept = keep(model, optimizer)
-    through = one_after_the_other(model, optimizer, 2, 5)
     backward(model, dist.get_rank(), 5, 0, torch.float64)
     if dist.get_rank() == 0:
         optimizer.step()
-    put_back(model, optimizer, kept)
-    return through, one_after_the_other(model, optimizer, 2, 5)
 
 
-def test_who_has_left_a_step_out_takes_part_in_its_exchange_before_a_state_is_loaded() -> None:
-    for through, again in run_for_tensors(load_where_one_rank_has_left_a_step_out, 2):
-        assert torch.equal(through, again)
-
-
-def load_where_one_rank_has_not_come_to_backward() -> tuple[torch.Tensor, torch.Tensor]:
-    model, optimizer = make_with_stepper(LocalSGD(local_steps=1))
-    one_after_the_other(model, optimizer, 0, 2)
-    kept = keep(model, optimizer)
-    through = one_after_the_other(model, optimizer, 2, 5)
+def fail_before_backward(model: Any, _optimizer: torch.optim.Optimizer) -> None:
     if dist.get_rank() == 0:
         backward(model, 0, 5, 0, torch.float64)
     else:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model(torch.ones(2, 3, dtype=torch.float64))
+
+
+def load_where_ranks_are_apart(
+    part: Callable[[Any, torch.optim.Optimizer], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    model, optimizer = wrapped(LocalSGD(local_steps=1))
+    one_after_the_other(model, optimizer, 0, 2)
+    kept = keep(model, optimizer)
+    through = one_after_the_other(model, optimizer, 2, 5)
+    part(model, optimizer)
     put_back(model, optimizer, kept)
     return through, one_after_the_other(model, optimizer, 2, 5)
 
 
-def test_ranks_that_have_come_further_in_a_step_than_others_may_load_a_state() -> None:
-    for through, again in run_for_tensors(load_where_one_rank_has_not_come_to_backward, 2):
+@pytest.mark.parametrize("part", [leave_the_step_out, fail_before_backward])
+def test_a_state_is_loaded_where_some_ranks_have_come_further_in_a_step_than_others(
+    part: Callable[[Any, torch.optim.Optimizer], None],
+) -> None:
+    for through, again in run_for_tensors(load_where_ranks_are_apart, 2, part):
         assert torch.equal(through, again)
 
 
 def load_what_a_world_of_one_had(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
-    model, optimizer = make_with_stepper(algorithm)
+    model, optimizer = wrapped(algorithm)
     weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     one_after_the_other(model, optimizer, 0, 3)
     model.load_state_dict(weights)
@@ -252,7 +239,7 @@ def load_what_a_world_of_one_had(algorithm: Algorithm) -> tuple[torch.Tensor, to
         model.load_algorithm_state_dict({})
     loaded = one_after_the_other(model, optimizer, 3, 8)
     # One that has loaded weights only, as a script does that goes on with another algorithm.
-    model, optimizer = make_with_stepper(algorithm)
+    model, optimizer = wrapped(algorithm)
     model.load_state_dict(weights)
     return loaded, one_after_the_other(model, optimizer, 3, 8)
 
@@ -264,7 +251,7 @@ def test_the_empty_state_of_a_world_of_one_is_a_new_beginning(algorithm: Algorit
 
 
 def load_the_state_of_several(state: dict[str, Any]) -> list[str]:
-    model, _ = make_with_stepper(LocalSGD())
+    model, _ = wrapped(LocalSGD())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.load_algorithm_state_dict(state)
