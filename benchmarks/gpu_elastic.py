@@ -8,6 +8,8 @@ workers of Worlds, is this script's.
 - One worker is killed before backward, after it, between two optimizers, and between step and commit; NCCL's
   collectives that wait for it are aborted. The survivors must end with the bits of a job that it had left
   politely at that step, having trained on every sample once.
+- One worker is killed before it takes its part in the first average of weights: nothing of that average may
+  get into the survivors' weights, which must be the bits of a job that averages nothing.
 - One worker is killed and another one joins in its place, with algorithms of every kind.
 
 Seconds are those between two commits of the survivors; processes that share a GPU take turns, so they say
@@ -16,6 +18,7 @@ little. Needs a GPU and the extension built with CUDA. `--device cpu` tries the 
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import subprocess
@@ -25,6 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, ByteGrad, DiLoCo, LocalSGD, QAdam
 from benchmarks.gpu import NCCL_ON_ONE_GPU
@@ -38,6 +42,7 @@ _POINTS = ("begin", "backward", "between", "stepped")
 _LOST_IN = 3
 _IN_STEP: tuple[Algorithm | None, ...] = (None, ByteGrad(), QAdam(bits=8))
 _OUT_OF_STEP = (LocalSGD(local_steps=2), DiLoCo(local_steps=2), AsyncModelAverage())
+_AVERAGED_IN = (LocalSGD(local_steps=_LOST_IN), DiLoCo(local_steps=_LOST_IN))
 _PATIENCE_S = 300.0
 """For a story: CUDA and NCCL are slow to begin."""
 _CORES_OF_A_STORY = 5
@@ -70,6 +75,45 @@ def _step_left(lost: Story) -> int:
     first = [entry for log in lost.logs.values() for entry in log if entry["generation"] == 1]
     applied = max((entry["step"] for entry in first if entry["what"] == "applied"), default=-1)
     return max(applied + 1, _LOST_IN)
+
+
+def broken_average(device: str, folder: Path, algorithm: LocalSGD | DiLoCo) -> Row:
+    """One worker lost in the step behind whose optimizers an average follows."""
+    lost = At(local_rank=1, point="backward", step=_LOST_IN - 1)
+    never = dataclasses.replace(algorithm, local_steps=1000)
+    broken, alone = (
+        train(
+            Script(
+                folder=folder / f"{algorithm.name}-{each.local_steps}",
+                epochs=3,
+                happenings=[lost],
+                algorithm=each,
+                batch_size=1,
+                device=device,
+                is_alone=True,
+                shows_weights=True,
+            ),
+            _WORKERS,
+        )
+        for each in (algorithm, never)
+    )
+    left, wanted = (_weights_behind(story, _LOST_IN) for story in (broken, alone))
+    problems = []
+    if len(wanted) != _WORKERS - 1 or wanted[0] == wanted[1]:
+        problems.append("the job that averages nothing shows nothing")
+    if left != wanted:
+        problems.append("survivors' weights have something of an average that was given up")
+    return _row(f"{algorithm.name}, killed before an average", broken, problems)
+
+
+def _weights_behind(story: Story, step: int) -> list[Any]:
+    """By survivor, at that commit in its first World."""
+    return [
+        entry["weights"]
+        for _, log in sorted(story.logs.items())
+        for entry in log
+        if log[-1]["what"] == "end" and entry["what"] == "committed" and entry["step"] == step
+    ]
 
 
 def replacement(device: str, folder: Path, algorithm: Algorithm | None) -> Row:
@@ -144,6 +188,10 @@ def main(argv: list[str] | None = None) -> int:
         points = _POINTS[:1] if args.quick else _POINTS
         algorithms = (*_IN_STEP, *_OUT_OF_STEP)[: 1 if args.quick else None]
         stories = [partial(loss, args.device, Path(folder), point) for point in points]
+        stories += [
+            partial(broken_average, args.device, Path(folder), algorithm)
+            for algorithm in _AVERAGED_IN[: 0 if args.quick else None]
+        ]
         stories += [partial(replacement, args.device, Path(folder), algorithm) for algorithm in algorithms]
         at_once = max(1, (os.cpu_count() or 1) // _CORES_OF_A_STORY)
         # Processes, since children of one must not be waited for by several of its threads.
