@@ -88,11 +88,32 @@ BAGUARUN_HOST_DEVICE inline Grid gridOf(unsigned levels, float mn, float mx, boo
   return {{base, scale}, inv};
 }
 
+// A power of two from 2^-20 to 1/2.
+BAGUARUN_HOST_DEVICE inline bool isLittlePower(float x) {
+  return x >= 0x1p-20f && x < 1.0f && (bitsOf(x) & 0x7fffffu) == 0;
+}
+
+// Whether no bit of a sum of decoded blocks depends on whether it, or their bases and scales, are multiplied
+// by a little power of two: as far as this header is concerned. It changes nothing but exponents as long as
+// these stay in range. Bases and scales from 2^-100 on are whole multiples of 2^-123, and so are sums, which
+// are exact where they are not above 2^-99; divided by 2^20 these are still multiples of the least number of
+// all. Up to 2^90 no sum overflows.
+BAGUARUN_HOST_DEVICE inline bool scalesExactly(Header header) {
+  constexpr uint32_t kLeast = (127u - 100) << 23;
+  constexpr uint32_t kGreatest = (127u + 90) << 23;
+  const uint32_t base = bitsOf(header.base) & kMagnitudeBits;
+  const uint32_t scale = bitsOf(header.scale) & kMagnitudeBits;
+  return ((base == 0) | (base - kLeast <= kGreatest - kLeast)) &
+         ((scale == 0) | (scale - kLeast <= kGreatest - kLeast));
+}
+
 BAGUARUN_HOST_DEVICE inline bool isFinite(float x) { return (bitsOf(x) & 0x7fffffffu) < 0x7f800000u; }
 
 // The scale of a sign1 block of `n` numbers whose magnitudes sum up to `sum`.
 BAGUARUN_HOST_DEVICE inline float signScale(float sum, size_t n) {
-  return isFinite(sum) ? sum / static_cast<float>(n) : floatOf(kQuietNan);
+  if (!isFinite(sum)) return floatOf(kQuietNan);
+  // The same quotient, as it is of a power of two.
+  return n == kBlockElems ? sum * (1.0f / kBlockElems) : sum / static_cast<float>(n);
 }
 
 BAGUARUN_HOST_DEVICE inline float widenF16(uint16_t h) {

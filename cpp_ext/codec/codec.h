@@ -37,7 +37,9 @@
 // sign1: scale is the mean magnitude of the block, from a sum in one fixed order (the upper half of the
 // block, filled up with zeros, is added to the lower one until one number is left). A number decodes to
 // -scale if it is below zero, else to scale, so both zeros decode to scale. If the sum is not finite, the
-// scale is NaN and all bits are 0: the whole block decodes to NaN.
+// scale is NaN and all bits are 0: the whole block decodes to NaN. In a sum of at most four chunks that is
+// coded again the magnitudes of a block, which then are eight at most, are counted: the scale is from the sum
+// of these products, in double and in one fixed order (signs.h).
 //
 // topk and randomk: a block of n numbers keeps ceil(keep*n/2048). topk ranks NaN above Inf above all others,
 // and the earlier of equal magnitudes first, so that a NaN or Inf is always kept. In randomk a NaN or Inf

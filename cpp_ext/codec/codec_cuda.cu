@@ -1,6 +1,7 @@
 // The CUDA path. One block of threads takes one block of numbers at a time, whatever the wire: it gathers
-// fp32 values (a load, or a sum over chunks in rank order), then emits numbers or a compressed block. The
-// rules are those of block.h and sparse.h, the roundings are written out, so the bits are those of the CPU
+// fp32 values (a load, or a sum over chunks in rank order), then emits numbers or a compressed block. Where
+// that takes longer than memory does, there are kernels of their own (cuda_sums.h, cuda_top.h). The rules are
+// those of block.h, signs.h and sparse.h, the roundings are written out, so the bits are those of the CPU
 // paths.
 #include <cuda_runtime.h>
 
@@ -11,36 +12,18 @@
 #include "codec_cuda.h"
 #include "cuda_dense.h"
 #include "cuda_sparse.h"
+#include "cuda_sums.h"
+#include "cuda_top.h"
 
 namespace baguarun::codec::cuda {
 namespace {
 
-constexpr size_t kMostSources = 64;  // in one kernel's parameters
 // Of threads in a launch; each goes on to the next blocks of numbers.
 constexpr uint32_t kMostBlocks = 1 << 20;
-
-struct Sources {
-  const void* src[kMostSources];
-  unsigned count;
-  const float* before;  // the sum of earlier sources, or null
-};
 
 // What a kernel does: dst = encode(decode(src)), where one of the two is plain; dst = encode(scale *
 // sum(decode(src))); or the first with a residual.
 enum class Mode { convert, reduce, feedback };
-
-struct Task {
-  Sources sources;
-  Format format;  // of what is not plain
-  float scale;
-  size_t numel;
-  void* dst;
-  float* residual;
-  // By launch(): how many there are, and the first of them that have all their numbers and four of any wire
-  // in one access, all memory above being aligned.
-  uint32_t blocks = 0;
-  uint32_t wholeBlocks = 0;
-};
 
 constexpr bool isPlain(Wire wire) { return wire == Wire::f32 || wire == Wire::f16 || wire == Wire::bf16; }
 BAGUARUN_HOST_DEVICE constexpr bool isSparse(Wire wire) {
@@ -214,7 +197,7 @@ __device__ void loadAhead(const Task& task, uint32_t index) {
 
 template <Wire in, Wire out, Mode mode>
 __global__ void __launch_bounds__(kThreads, blocksAtOnce(mode)) transcode(Task task) {
-  for (uint32_t index = blockIdx.x; index < task.blocks; index += gridDim.x) {
+  for (uint32_t index = task.firstBlock + blockIdx.x; index < task.blocks; index += gridDim.x) {
     if constexpr (out == Wire::topk && mode == Mode::feedback) loadAhead<in>(task, index);
     if (index < task.wholeBlocks) {
       transcodeBlock<in, out, mode>(task, {task.numel, task.blocks, index, true});
@@ -228,8 +211,6 @@ void check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string("codec: ") + call + ": " + cudaGetErrorString(error));
 }
-
-using Kernel = void (*)(Task);
 
 // Null for what no function of codec.h asks for.
 template <Wire in, Wire out, Mode mode>
@@ -298,14 +279,32 @@ bool isAligned(const Task& task) {
          aligned(sources.before, kBytes) && aligned(task.dst, kBytes) && aligned(task.residual, kBytes);
 }
 
-void launch(cudaStream_t stream, Kernel kernel, Task task) {
+Task measured(Task task) {
   task.blocks = static_cast<uint32_t>(blockCount(task.numel));
   task.wholeBlocks = isAligned(task) ? static_cast<uint32_t>(task.numel / kBlockElems) : 0;
+  return task;
+}
+
+// With a block of `threads` for each `each` of `count` pieces of work.
+void launch(cudaStream_t stream, Kernel kernel, const Task& task, size_t count, uint32_t each, int threads) {
+  if (count == 0) return;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(std::min(task.blocks, kMostBlocks));
-  config.blockDim = dim3(kThreads);
+  config.gridDim = dim3(static_cast<uint32_t>(std::min<size_t>((count - 1) / each + 1, kMostBlocks)));
+  config.blockDim = dim3(static_cast<uint32_t>(threads));
   config.stream = stream;
   check(cudaLaunchKernelEx(&config, kernel, task), "cudaLaunchKernelEx");
+}
+
+// A block of threads for each block of numbers, from task.firstBlock on.
+void launch(cudaStream_t stream, Kernel kernel, const Task& task) {
+  launch(stream, kernel, task, task.blocks - task.firstBlock, 1, kThreads);
+}
+
+// A warp for each whole block, and a block of threads for the others.
+void launchByWarps(cudaStream_t stream, Kernel byWarps, Kernel others, Task task) {
+  launch(stream, byWarps, task, task.wholeBlocks, kWarpsTogether, kThreadsTogether);
+  task.firstBlock = task.wholeBlocks;
+  launch(stream, others, task);
 }
 
 Wire plainWire(DType dtype) {
@@ -329,8 +328,10 @@ void convert(void* stream, Format format, Wire in, Wire out, const void* src, si
     check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, cudaStream), "cudaMemcpyAsync");
     return;
   }
-  launch(cudaStream, kernelOf<Mode::convert>(in, out),
-         {{{src}, 1, nullptr}, format, 1.0f, numel, dst, nullptr});
+  const Task task = measured({{{src}, 1, nullptr}, format, 1.0f, numel, dst, nullptr});
+  const Kernel kernel = kernelOf<Mode::convert>(in, out);
+  if (out == Wire::topk) return launchByWarps(cudaStream, topEncoder(in), kernel, task);
+  launch(cudaStream, kernel, task);
 }
 
 // The sum of more sources than one launch takes, as it stands between two launches. Stream-ordered.
@@ -361,7 +362,23 @@ struct Reduction {
 void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t count, const float* before) {
   Task task{{{}, static_cast<unsigned>(count), before}, what.in, what.scale, what.numel, what.dst, nullptr};
   std::copy_n(src, count, task.sources.src);
-  launch(stream, kernelOf<Mode::reduce>(what.in.wire, what.out), task);
+  task = measured(task);
+  const Kernel kernel = kernelOf<Mode::reduce>(what.in.wire, what.out);
+  if (before != nullptr || what.in.wire != what.out) return launch(stream, kernel, task);
+  switch (what.out) {
+    case Wire::minmax4:
+      return launchByWarps(stream, sumLevels, kernel, task);
+    case Wire::sign1:
+      if (count > kMostCounted) return launch(stream, kernel, task);
+      return launch(stream, signCounter(count), task, task.blocks, kWarpsTogether, kThreadsTogether);
+    case Wire::randomk: {
+      const int threads = threadsOfDrawn(what.in.keep);
+      return launch(stream, sumDrawn, task, keptInAll(what.in.keep, what.numel),
+                    static_cast<uint32_t>(threads * kQuad), threads);
+    }
+    default:
+      return launch(stream, kernel, task);
+  }
 }
 
 void reduceAll(void* stream, Reduction what, const void* const* src, size_t count) {
@@ -384,7 +401,7 @@ void encode(void* stream, Format format, DType dtype, const void* src, float* re
     return convert(stream, format, plainWire(dtype), format.wire, src, numel, dst);
   }
   launch(static_cast<cudaStream_t>(stream), kernelOf<Mode::feedback>(plainWire(dtype), format.wire),
-         {{{src}, 1, nullptr}, format, 1.0f, numel, dst, residual});
+         measured({{{src}, 1, nullptr}, format, 1.0f, numel, dst, residual}));
 }
 
 void decode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst) {

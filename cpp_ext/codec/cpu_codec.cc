@@ -225,6 +225,13 @@ void decode(const CpuPath& path, Format format, DType dtype, const void* src, si
 void reduceEncode(const CpuPath& path, Format format, Sum sum, size_t numel, void* dst) {
   // Straight to where they belong, not by way of a room.
   if (isPlain(format.wire)) return reduceDecode(path, format, plainType(format.wire), sum, numel, dst);
+  if (format.wire == Wire::sign1 && sum.count <= kMostCounted) {
+    const SignWire wire(path);
+    for (size_t block = 0; block < blockCount(numel); ++block) {
+      wire.encodeCounted(sum, spanOf(numel, block), dst);
+    }
+    return;
+  }
   withWire(path, format, [&](const auto& wire) {
     if constexpr (requires { wire.scaledFirst(sum, numel); }) {
       encodeSum(wire, sum, numel, dst);

@@ -7,10 +7,12 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <variant>
 
 #include "cpu_path.h"
+#include "signs.h"
 #include "sparse.h"
 
 namespace baguarun::codec {
@@ -84,18 +86,6 @@ class PlainWire {
   size_t size_;
 };
 
-// Whether no bit of a sum of decoded blocks depends on whether it, or their bases and scales, are multiplied
-// by a power of two: as far as this base or scale is concerned, and if the power is 2^-20 or more and
-// below 1. It changes nothing but exponents as long as these stay in range. Bases and scales from 2^-100 on
-// are whole multiples of 2^-123, and so are sums, which are exact where they are not above 2^-99; divided by
-// 2^20 these are still multiples of the least number of all. Up to 2^90 no sum overflows.
-inline bool scalesExactly(float x) {
-  constexpr uint32_t kLeast = (127u - 100) << 23;
-  constexpr uint32_t kGreatest = (127u + 90) << 23;
-  const uint32_t magnitude = bitsOf(x) & kMagnitudeBits;
-  return (magnitude == 0) | (magnitude - kLeast <= kGreatest - kLeast);
-}
-
 // minmax8 and minmax4: a grid of `levels` points.
 template <unsigned levels>
 class MinMaxWire {
@@ -145,12 +135,10 @@ class MinMaxWire {
 
   // The same sum, scaled before it is taken if that comes to the same: once per block in place of per number.
   static Sum scaledFirst(Sum sum, size_t numel) {
-    const bool isPower = sum.scale >= 0x1p-20f && sum.scale < 1.0f && (bitsOf(sum.scale) & 0x7fffffu) == 0;
-    bool exact = isPower;
+    bool exact = isLittlePower(sum.scale);
     for (size_t k = 0; exact && k < sum.count; ++k) {
       for (size_t block = 0; block < blockCount(numel); ++block) {
-        const auto [base, scale] = itemAt<Header>(sum.src[k], 0, block);
-        exact &= scalesExactly(base) & scalesExactly(scale);
+        exact &= scalesExactly(itemAt<Header>(sum.src[k], 0, block));
       }
     }
     return exact ? Sum{sum.src, sum.count, 1.0f, sum.scale} : sum;
@@ -240,6 +228,41 @@ class SignWire {
       for (size_t k = 0; k < group.count; ++k) blocks[k] = signsIn(group.src[k], at);
       path_.sumSigns(blocks, group.count, first, group.scale, at.n, dst);
     });
+  }
+
+  // Encodes the sum of at most kMostCounted chunks, by the rules of signs.h.
+  void encodeCounted(Sum sum, Span at, void* chunk) const {
+    using Word = uint64_t;
+    constexpr size_t kWordBits = 64;
+    constexpr size_t kWords = kBlockElems / kWordBits;
+    const size_t bytes = (at.n + 7) / 8;
+    const auto count = static_cast<unsigned>(sum.count);
+    SignTerms terms{{}, count, sum.scale};
+    Word bits[kMostCounted][kWords] = {};
+    for (unsigned k = 0; k < count; ++k) {
+      const Signs signs = signsIn(sum.src[k], at);
+      terms.scales[k] = signs.scale;
+      std::memcpy(bits[k], signs.bits, bytes);
+    }
+    float values[kKinds] = {};
+    uint32_t counts[kKinds] = {};
+    for (unsigned kind = 0; kind < terms.kinds(); ++kind) values[kind] = terms.valueOf(kind);
+    Word coded[kWords] = {};
+    for (size_t word = 0; word * kWordBits < at.n; ++word) {
+      const size_t left = at.n - word * kWordBits;
+      const Word exists = left < kWordBits ? (Word{1} << left) - 1 : ~Word{0};
+      const Word last = bits[count - 1][word];
+      Word others[kMostCounted] = {};
+      for (unsigned k = 0; k + 1 < count; ++k) others[k] = bits[k][word] ^ last;
+      for (unsigned kind = 0; kind < terms.kinds(); ++kind) {
+        const Word here = ofKind(others, count, kind) & exists;
+        counts[kind] += static_cast<uint32_t>(std::popcount(here));
+        if (values[kind] > 0.0f) coded[word] |= here & last;
+        if (values[kind] < 0.0f) coded[word] |= here & ~last;
+      }
+    }
+    const float scale = signScale(sumOfKinds(counts, values), at.n);
+    write(scale, at, chunk, [&](uint8_t* to) { std::memcpy(to, coded, bytes); });
   }
 
  private:

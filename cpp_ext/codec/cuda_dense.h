@@ -10,28 +10,27 @@
 
 namespace baguarun::codec::cuda {
 
-// Four levels in a word, the first lowest. Below 0 counts as 0, and above the greatest as that.
-template <unsigned levels>
-__device__ uint32_t packed(const int (&level)[kQuad]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
-  uint32_t upper;
-  uint32_t word;
-  if constexpr (levels == 256) {
-    asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(level[3]), "r"(level[2]));
-    asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(level[1]), "r"(level[0]), "r"(upper));
-  } else {
-    asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(level[3]), "r"(level[2]));
-    asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(level[1]), "r"(level[0]), "r"(upper));
-  }
-  return word;
-#else
+// Levels in a word, the first lowest. Below 0 counts as 0, and above the greatest as that.
+template <unsigned levels, int count>
+__device__ uint32_t packed(const int (&level)[count]) {
+  static_assert(count % 2 == 0 && count * (levels == 256 ? 8 : 4) <= 32);
   uint32_t word = 0;
-  for (int i = 0; i < kQuad; ++i) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+#pragma unroll
+  for (int i = count - 2; i >= 0; i -= 2) {
+    if constexpr (levels == 256) {
+      asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %0;" : "+r"(word) : "r"(level[i + 1]), "r"(level[i]));
+    } else {
+      asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, %0;" : "+r"(word) : "r"(level[i + 1]), "r"(level[i]));
+    }
+  }
+#else
+  for (int i = 0; i < count; ++i) {
     const int most = static_cast<int>(levels) - 1;
     word |= static_cast<uint32_t>(min(max(level[i], 0), most)) << (levels == 256 ? 8 : 4) * i;
   }
-  return word;
 #endif
+  return word;
 }
 
 // Powers of two of whose mantissas the bits 0, 4, 8 and 12 are ones. In memory, since an instruction takes

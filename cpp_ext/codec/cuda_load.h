@@ -76,6 +76,20 @@ __device__ uint16_t narrowed(float x) {
   return plain == Wire::f16 ? narrowF16(x) : narrowBf16(x);
 }
 
+template <Wire plain>
+using WordOf = std::conditional_t<plain == Wire::f32, float, uint16_t>;
+template <Wire plain>
+using VectorOf = std::conditional_t<plain == Wire::f32, float4, ushort4>;
+
+template <Wire plain>
+__device__ float numberOf(WordOf<plain> word) {
+  if constexpr (plain == Wire::f32) {
+    return word;
+  } else {
+    return widened<plain>(word);
+  }
+}
+
 // A thread's quad of the block whose numbers begin at `block`. What does not exist becomes 0.
 template <class Word, class Vector>
 __device__ void loadQuad(const Word* block, Place at, Word (&x)[kQuad]) {
@@ -119,26 +133,19 @@ __device__ void storeNarrowed(uint16_t* block, Place at, const float (&x)[kQuad]
 // A thread's part of a block of plain numbers. `fetch` begins the loads, `widen` waits for them.
 template <Wire wire>
 class Plain {
-  using Word = std::conditional_t<wire == Wire::f32, float, uint16_t>;
-  using Vector = std::conditional_t<wire == Wire::f32, float4, ushort4>;
+  using Word = WordOf<wire>;
 
  public:
   __device__ void fetch(const void* chunk, Block block) {
     for (int quad = 0; quad < kQuads; ++quad) {
-      loadQuad<Word, Vector>(static_cast<const Word*>(chunk) + block.first(), block.place(quad),
-                             words_[quad]);
+      loadQuad<Word, VectorOf<wire>>(static_cast<const Word*>(chunk) + block.first(), block.place(quad),
+                                     words_[quad]);
     }
   }
   template <bool isSummed>
   __device__ void widen(Quads& x) const {
     for (int quad = 0; quad < kQuads; ++quad) {
-      for (int i = 0; i < kQuad; ++i) {
-        if constexpr (wire == Wire::f32) {
-          x[quad][i] = words_[quad][i];
-        } else {
-          x[quad][i] = widened<wire>(words_[quad][i]);
-        }
-      }
+      for (int i = 0; i < kQuad; ++i) x[quad][i] = numberOf<wire>(words_[quad][i]);
     }
   }
 

@@ -152,10 +152,11 @@ def levels_of(levels: int, x: Floats) -> tuple[np.float32, np.float32, Bytes]:
 def sign_scale(x: Floats) -> np.float32:
     sums = np.zeros(BLOCK_ELEMS, np.float32)
     sums[: len(x)] = np.abs(x)
-    with np.errstate(over="ignore", invalid="ignore"):
-        while len(sums) > 1:
-            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
-    return sums[0] / np.float32(len(x)) if np.isfinite(sums[0]) else QUIET_NAN
+    return mean_magnitude(halved(sums), len(x))
+
+
+def mean_magnitude(total: np.float32, n: int) -> np.float32:
+    return total / np.float32(n) if np.isfinite(total) else QUIET_NAN
 
 
 def top_places(x: Floats, kept: int) -> npt.NDArray[np.intp]:
@@ -193,6 +194,14 @@ def random_places(seed: int, block: int, n: int, kept: int) -> list[int]:
 
 def kept_values(x: Floats) -> Floats:
     return np.where(np.isnan(x), QUIET_NAN, np.where(x == 0, np.float32(0), x)).astype(np.float32)
+
+
+def halved(sums: npt.NDArray[Any]) -> Any:
+    """The upper half added to the lower one until one is left."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return sums[0]
 
 
 def encode_block(format: Format, block: int, x: Floats) -> tuple[bytes, bytes]:
@@ -286,3 +295,27 @@ def reduced(wire: Wire | Format, chunks: Sequence[Bytes], factor: float, numel: 
         for chunk in chunks[1:]:
             total = total + decode(wire, DType.f32, chunk, numel)
         return total * np.float32(factor)
+
+
+def reduce_encode(wire: Wire | Format, chunks: Sequence[Bytes], factor: float, numel: int) -> Bytes:
+    total = reduced(wire, chunks, factor, numel)
+    if format_of(wire).wire is not Wire.sign1 or len(chunks) > 4:
+        return encode(wire, DType.f32, total)
+    headers = 4 * block_count(numel)
+    scales, signs = [], []
+    for part in blocks_of(numel):
+        # The signs of the last chunk, and whose signs differ from these.
+        bits = [np.signbit(decode(wire, DType.f32, chunk, numel)[part]) for chunk in chunks]
+        kinds = sum((one ^ bits[-1]).astype(np.int64) << k for k, one in enumerate(bits))
+        magnitudes = np.zeros(8, np.float32)
+        magnitudes[kinds] = np.abs(total[part])
+        sums = np.bincount(kinds, minlength=8) * magnitudes.astype(np.float64)
+        with np.errstate(over="ignore"):
+            scale = mean_magnitude(np.float32(halved(sums)), part.stop - part.start)
+        scales.append(scale)
+        signs.append((total[part] < 0) & np.isfinite(scale))
+    chunk = np.zeros(encoded_bytes(Wire.sign1, numel), np.uint8)
+    chunk[:headers] = np.array(scales, np.float32).view(np.uint8)
+    payload = np.packbits(np.concatenate(signs), bitorder="little")
+    chunk[headers : headers + len(payload)] = payload
+    return chunk

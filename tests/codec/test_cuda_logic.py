@@ -85,7 +85,7 @@ def test_the_kernels_keep_few_and_many(cuda: Codec, wire: Wire, keep: int) -> No
 
 
 @pytest.mark.parametrize("wire", Wire)
-@pytest.mark.parametrize("count", [1, 3, 70])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 70])
 def test_the_kernels_reduce_in_rank_order(cuda: Codec, wire: Wire, count: int) -> None:
     numel = 2 * 2048 + 70
     for seed in range(3):
@@ -95,9 +95,41 @@ def test_the_kernels_reduce_in_rank_order(cuda: Codec, wire: Wire, count: int) -
             for k, arrays in enumerate(wide)
         ]
         total = reference.reduced(wire, src, 1 / 3, numel)
-        want = reference.encode(wire, DType.f32, total)
+        want = reference.reduce_encode(wire, src, 1 / 3, numel)
         assert_same_chunk(wire, cuda.reduce_encode(wire, src, 1 / 3, numel), want)
         assert_same_chunk(wire, cuda.reduce_encode(wire, src, 1 / 3, numel, into=count - 1), want)
         for dtype in DType:
             got = cuda.reduce_decode(wire, dtype, src, 1 / 3, numel)
             assert_same_numbers(dtype, got, reference.narrow(dtype, total))
+
+
+@pytest.mark.parametrize("keep", [1, 20, 129, 256])
+def test_of_equal_numbers_the_first_are_kept(cuda: Codec, keep: int) -> None:
+    """By warps in whole blocks: as many as are wanted are not all that are equal to the least of them."""
+    format = Format(Wire.topk, keep)
+    rng = np.random.default_rng(keep)
+    few = rng.integers(-2, 3, 5 * 2048 + 70).astype(np.float32)
+    few[:2048] = 0.0
+    few[2048:4096] = -1.0
+    few[4096 : 4096 + 300] = np.nan
+    few[3 * 2048 : 3 * 2048 + 64] = np.inf
+    np.testing.assert_array_equal(
+        cuda.encode(format, DType.f32, few), reference.encode(format, DType.f32, few)
+    )
+
+
+@pytest.mark.parametrize("keep", [1, 20, 256])
+def test_what_was_drawn_is_summed_up_without_its_places(cuda: Codec, keep: int) -> None:
+    """Some blocks of a block of threads are spoilt by a NaN, and no other ones."""
+    numel = 120 * 2048 + 70
+    format = Format(Wire.randomk, keep, seed=5)
+    rng = np.random.default_rng(keep)
+    src = []
+    for _ in range(3):
+        x = rng.standard_normal(numel).astype(np.float32)
+        x[rng.integers(0, numel, 4)] = np.inf
+        src.append(reference.encode(format, DType.f32, x))
+    want = reference.reduce_encode(format, src, 0.25, numel)
+    got = cuda.reduce_encode(format, src, 0.25, numel)
+    np.testing.assert_array_equal(got, want)
+    assert 0 < np.isnan(want[: 4 * keep * 120].view(np.float32)).sum() <= 12 * keep

@@ -32,7 +32,7 @@ def test_flush_to_zero_changes_nothing(codec: Codec, wire: Wire, request: pytest
     x = small_numbers()
     assert 0 < np.abs(x[x != 0]).min() < 2.0**-126
     want = reference.encode(wire, DType.f32, x)
-    sums = reference.encode(wire, DType.f32, reference.reduced(wire, [want, want], 0.75, len(x)))
+    sums = reference.reduce_encode(wire, [want, want], 0.75, len(x))
     request.getfixturevalue("flushing")
     got = codec.encode(wire, DType.f32, x)
     got_sums = codec.reduce_encode(wire, [got, got], 0.75, len(x))

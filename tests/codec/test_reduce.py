@@ -51,7 +51,7 @@ def test_reduce_encode_is_the_code_of_the_scaled_sum_in_rank_order(
     codec: Codec, wire: Wire, data: st.DataObject, factor: float
 ) -> None:
     src, numel = data.draw(chunks(wire))
-    want = reference.encode(wire, DType.f32, reference.reduced(wire, src, factor, numel))
+    want = reference.reduce_encode(wire, src, factor, numel)
     assert_same_chunk(wire, codec.reduce_encode(wire, src, factor, numel), want)
 
 
@@ -88,7 +88,7 @@ def test_the_order_of_the_ranks_is_the_order_of_the_sum(codec: Codec) -> None:
 def test_a_hundred_chunks_are_reduced(codec: Codec) -> None:
     rng = np.random.default_rng(0)
     src = [reference.encode(Wire.minmax8, DType.f32, rng.random(3000, np.float32)) for _ in range(100)]
-    want = reference.encode(Wire.minmax8, DType.f32, reference.reduced(Wire.minmax8, src, 0.01, 3000))
+    want = reference.reduce_encode(Wire.minmax8, src, 0.01, 3000)
     np.testing.assert_array_equal(codec.reduce_encode(Wire.minmax8, src, 0.01, 3000), want)
 
 

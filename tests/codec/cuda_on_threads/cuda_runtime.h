@@ -37,10 +37,14 @@ struct alignas(16) float4 {
 struct alignas(8) float2 {
   float x, y;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(8) ushort4 {
   unsigned short x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
   return {x, y, z, w};
 }
@@ -65,6 +69,8 @@ inline std::unique_ptr<Meeting> meeting;
 
 inline void __syncthreads() { cuda_on_threads::meeting->barrier.arrive_and_wait(); }
 
+inline void __syncwarp() { cuda_on_threads::meeting->warps[threadIdx.x / 32].arrive_and_wait(); }
+
 inline int __syncthreads_or(int flag) {
   cuda_on_threads::Meeting& meeting = *cuda_on_threads::meeting;
   meeting.flags[threadIdx.x] = flag;
@@ -87,6 +93,17 @@ Word __shfl_xor_sync(unsigned, Word x, int distance) {
   return std::bit_cast<Word>(other);
 }
 
+inline unsigned __ballot_sync(unsigned, bool flag) {
+  cuda_on_threads::Meeting& meeting = *cuda_on_threads::meeting;
+  std::barrier<>& warp = meeting.warps[threadIdx.x / 32];
+  meeting.words[threadIdx.x] = flag ? 1 : 0;
+  warp.arrive_and_wait();
+  unsigned all = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) all |= meeting.words[threadIdx.x / 32 * 32 + lane] << lane;
+  warp.arrive_and_wait();
+  return all;
+}
+
 inline unsigned atomicAdd(unsigned* word, unsigned x) { return std::atomic_ref(*word).fetch_add(x); }
 inline unsigned atomicOr(unsigned* word, unsigned x) { return std::atomic_ref(*word).fetch_or(x); }
 inline int __popc(unsigned x) { return std::popcount(x); }
@@ -101,6 +118,9 @@ inline int __float2int_rn(float x) {
 }
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }
+inline unsigned min(unsigned a, unsigned b) { return std::min(a, b); }
+inline unsigned max(unsigned a, unsigned b) { return std::max(a, b); }
+inline size_t min(size_t a, size_t b) { return std::min(a, b); }
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
