@@ -78,11 +78,39 @@ def restore(value: Any, kept: Any) -> Any:
         value.module.load_state_dict(kept)
         return value
     if is_stateful(value):
-        value.load_state_dict(kept)
+        value.load_state_dict(_with_steps_on_cpu(kept) if isinstance(value, torch.optim.Optimizer) else kept)
         if isinstance(value, torch.amp.GradScaler):
             end_step(value)
         return value
-    return copy.deepcopy(kept)
+    return _where(value, copy.deepcopy(kept))
+
+
+def _where(value: Any, kept: Any) -> Any:
+    """`kept` with its tensors on the devices of those that are at the same places in `value`."""
+    if type(kept) in _TENSORS:
+        return kept.to(value.device) if isinstance(value, torch.Tensor) else kept
+    if type(kept) in _DICTS and isinstance(value, dict):
+        return type(kept)({key: _where(value.get(key), item) for key, item in kept.items()})
+    if type(kept) in (list, tuple) and isinstance(value, (list, tuple)):
+        beside = [*value, *[None] * (len(kept) - len(value))]
+        return type(kept)(_where(own, item) for own, item in zip(beside, kept, strict=False))
+    return kept
+
+
+def _with_steps_on_cpu(kept: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as torch makes it: what has come over NCCL lies on the accelerator.
+
+    torch moves counts of steps to where fused and capturable optimizers want them, and leaves those of others
+    where they are. These read them on the host in each step, and would wait for the device each time.
+    """
+
+    def moved(state: Any) -> Any:
+        steps = state.get("step") if isinstance(state, dict) else None
+        return {**state, "step": steps.cpu()} if isinstance(steps, torch.Tensor) else state
+
+    if not isinstance(kept.get("state"), dict):
+        return kept
+    return {**kept, "state": {key: moved(state) for key, state in kept["state"].items()}}
 
 
 def is_usual_scaler(value: object) -> TypeGuard[torch.amp.GradScaler]:

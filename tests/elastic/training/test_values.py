@@ -250,3 +250,34 @@ def test_in_place_a_newcomer_is_sent_what_numpy_has_computed(tmp_path: Path) -> 
         agent.run_to_the_end()
         assert agent.losses == []
     assert [path.read_text() for path in tmp_path.glob("ends-*")] == ["[0.0, 0.0, 3.0, 2.0, 1.0, 0.0]"] * 3
+
+
+def test_plain_tensors_come_back_to_where_those_are_that_are_there_now() -> None:
+    """On a device that every machine has, as far as it goes: the meta device holds no numbers."""
+    live = {
+        "sum": torch.zeros((), device="meta"),
+        "all": [torch.ones(2), torch.ones(3, device="meta")],
+        "n": 1,
+    }
+    kept = values.capture("live", {**live, "sum": torch.zeros(()), "all": [torch.ones(2)] * 3})
+    found = values.restore(live, kept)
+    assert found["sum"].device.type == found["all"][1].device.type == "meta"
+    assert found["all"][0].device.type == "cpu"
+    # Of what is not there now nobody knows.
+    assert found["all"][2].device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_counts_of_an_optimizers_steps_stay_where_torch_makes_them() -> None:
+    for settings in ({}, {"fused": True}, {"capturable": True}):
+        weight = nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = torch.optim.Adam([weight], **settings)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        made = optimizer.state[weight]["step"].device
+        # As it comes over NCCL.
+        state = optimizer.state_dict()
+        state["state"][0]["step"] = state["state"][0]["step"].cuda()
+        values.restore(optimizer, state)
+        assert optimizer.state[weight]["step"].device == made
+        assert optimizer.state[weight]["exp_avg"].device.type == "cuda"
