@@ -93,6 +93,7 @@ class DistributedDataParallel(nn.Module):
         if self._input_device is not None:
             args = move_tensors(args, self._input_device)
             kwargs = move_tensors(kwargs, self._input_device)
+        args, kwargs = self._session.pass_inputs((args, kwargs))
         output = self.module(*args, **kwargs)
         return self._session.after_forward(output)
 

@@ -33,7 +33,7 @@ from baguarun.comm.replicas import (
     broadcast_tensors,
     real_view,
 )
-from baguarun.comm.weighting import MicroBatch, backward_of_nothing, weigh_gradients
+from baguarun.comm.weighting import MicroBatch, backward_of_nothing, pass_inputs, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 
@@ -340,16 +340,24 @@ class DataParallelSession:
                 self._stepper.before_forward()
         self._forward_start_ns = timeline.now_ns()
 
+    def pass_inputs(self, inputs: Any) -> Any:
+        """What the module is given in place of them, between `before_forward` and its forward."""
+        return inputs if (weight := self._weight()) == 1 else pass_inputs(inputs, weight)
+
+    def _weight(self) -> float:
+        """What the gradients of this forward count."""
+        if self._micro_batch is None or not torch.is_grad_enabled():
+            return 1.0
+        return self._micro_batch.weight(of_step=self._sends_gradients())
+
     def after_forward(self, output: Any) -> Any:
         """Tell the engine whether the backward of this forward communicates. Returns what the script gets."""
         timeline.record_since(self._forward_start_ns, "forward", "compute")
         syncing = torch.is_grad_enabled() and self._sync_gradients
         if syncing:
             self._buffers_are_due = True
-        if torch.is_grad_enabled() and self._micro_batch is not None:
-            weight = self._micro_batch.weight(of_step=self._sends_gradients())
-            if weight != 1:
-                output = weigh_gradients(output, weight)
+        if (weight := self._weight()) != 1:
+            output = weigh_gradients(output, weight)
         if syncing and self._boundary is not None:
             self._boundary.after_forward(find_tensors(output))
         if self._engine is None:

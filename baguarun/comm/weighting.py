@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baguarun.comm.models import map_tensors
+from baguarun.comm.models import find_tensors, map_tensors
 from baguarun.errors import UsageError
 
 
@@ -28,6 +28,25 @@ class MicroBatch:
         return self.weight_of_step if of_step else self.weight_of_rank
 
 
+def pass_inputs(inputs: Any, weight: float) -> Any:
+    """What forward is given, with copies in place of tensors that something has computed: what comes back
+    through them has been multiplied by `weight`, and goes on without.
+
+    Another wrapped model may have computed them, which multiplies what comes to it itself.
+    """
+
+    def is_computed(tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad and not tensor.is_leaf
+
+    def passed(tensor: torch.Tensor) -> torch.Tensor:
+        return _with_gradients_times(1 / weight, tensor) if is_computed(tensor) else tensor
+
+    # Nothing comes back with a weight of zero.
+    if weight == 0 or not any(map(is_computed, find_tensors(inputs))):
+        return inputs
+    return map_tensors(inputs, passed)
+
+
 def weigh_gradients(output: Any, weight: float) -> Any:
     """What forward returned, with copies in place of its tensors: `weight` times their gradients go on.
 
@@ -37,17 +56,10 @@ def weigh_gradients(output: Any, weight: float) -> Any:
     """
     found = False
 
-    def weigh(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * weight
-
     def weighed(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal found
         found = True
-        if not tensor.requires_grad:
-            return tensor
-        copied = tensor.clone()
-        copied.register_hook(weigh)  # type: ignore[no-untyped-call]
-        return copied
+        return _with_gradients_times(weight, tensor) if tensor.requires_grad else tensor
 
     output = map_tensors(output, weighed)
     if not found:
@@ -57,6 +69,15 @@ def weigh_gradients(output: Any, weight: float) -> Any:
             "dataclasses of them"
         )
     return output
+
+
+def _with_gradients_times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
+    def multiplied(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * factor
+
+    copied = tensor.clone()
+    copied.register_hook(multiplied)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def backward_of_nothing(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -124,6 +124,28 @@ def test_what_forward_has_returned_may_be_changed_in_place() -> None:
     assert found == wanted
 
 
+def gradients_of_a_chain(weights: list[float]) -> list[list[float]]:
+    """Of an encoder, which is called twice, and a decoder, wrapped one by one."""
+    torch.manual_seed(0)
+    encoder = DistributedDataParallel(nn.Linear(4, 4))
+    decoder = DistributedDataParallel(nn.Linear(4, 2))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(5, 4)
+    micro_batch = MicroBatch(weight_of_step=weights[dist.get_rank()])
+    with encoder.micro_batch(micro_batch), decoder.micro_batch(micro_batch):
+        decoder(encoder(encoder(x).relu())).square().mean().backward()
+    found = [*encoder.parameters(), *decoder.parameters()]
+    return [parameter.grad.flatten().tolist() for parameter in found if parameter.grad is not None]
+
+
+def test_wrapped_models_behind_each_other_are_weighed_once_each() -> None:
+    found = run_ranks(gradients_of_a_chain, 2, WEIGHTS)[0]
+    alone = [run_ranks(gradients_of_a_chain, 2, only)[0] for only in ([1.0, 0.0], [0.0, 1.0])]
+    for weighed, one, other in zip(found, *alone, strict=True):
+        wanted = WEIGHTS[0] * torch.tensor(one) + WEIGHTS[1] * torch.tensor(other)
+        torch.testing.assert_close(torch.tensor(weighed), wanted)
+
+
 class Codebook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
