@@ -8,6 +8,7 @@
 
 #include "cpu_path.h"
 #include "cpu_ranks.h"
+#include "cpu_signs.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx2,fma,f16c")]]
 #define BAGUARUN_INLINE [[gnu::target("avx2,fma,f16c"), gnu::always_inline]] inline
@@ -193,6 +194,7 @@ const CpuPath kAvx2Path = {
     .takeSignsWithResidual = takeSignsWithResidual,
     .decodeSigns = decodeSigns,
     .sumSigns = sumSigns,
+    .countSigns = countSigns,
     .keepHighest = keepHighest,
     .allFinite = allFinite,
 };

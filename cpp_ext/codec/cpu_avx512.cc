@@ -13,6 +13,7 @@
 
 #include "cpu_path.h"
 #include "cpu_ranks.h"
+#include "cpu_signs.h"
 
 #define BAGUARUN_TARGET [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]]
 #define BAGUARUN_INLINE [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl"), gnu::always_inline]] inline
@@ -180,6 +181,7 @@ const CpuPath kAvx512Path = {
     .takeSignsWithResidual = takeSignsWithResidual,
     .decodeSigns = decodeSigns,
     .sumSigns = sumSigns,
+    .countSigns = countSigns,
     .keepHighest = keepHighest,
     .allFinite = allFinite,
 };

@@ -72,6 +72,10 @@ struct CpuPath {
   void (*takeSignsWithResidual)(const float* x, float scale, size_t n, float* residual, uint8_t* bits);
   void (*decodeSigns)(Signs block, size_t n, float* dst);
   void (*sumSigns)(const Signs* blocks, size_t count, bool first, float factor, size_t n, float* dst);
+  // A sum of at most kMostCounted blocks that is coded again (signs.h): how many numbers are of each kind,
+  // and the signs of all, where `values` are those of the kinds.
+  void (*countSigns)(const Signs* blocks, size_t count, size_t n, const float* values, uint32_t* counts,
+                     uint8_t* bits);
 
   // topk: writes the places of the `keep` highest of the block, in rising order. `hint` is what the same call
   // left there for an earlier block, or 0: how high one might have to be. The choice does not depend on it.

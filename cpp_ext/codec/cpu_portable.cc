@@ -6,6 +6,7 @@
 
 #include "cpu_path.h"
 #include "cpu_ranks.h"
+#include "cpu_signs.h"
 
 namespace baguarun::codec {
 namespace {
@@ -202,6 +203,11 @@ void sumSigns(const Signs* blocks, size_t count, bool first, float factor, size_
   sumTerms(count, first, factor, n, dst, [&](size_t k, float* term) { decodeSigns(blocks[k], n, term); });
 }
 
+void countSigns(const Signs* blocks, size_t count, size_t n, const float* values, uint32_t* counts,
+                uint8_t* bits) {
+  countSignsOf(blocks, count, n, values, counts, bits);
+}
+
 // Writes the ranks of some numbers of the block, all of its `keep` highest among them, in the order of the
 // block. Returns how many.
 //
@@ -264,6 +270,7 @@ const CpuPath kPortablePath = {
     .takeSignsWithResidual = takeSignsWithResidual,
     .decodeSigns = decodeSigns,
     .sumSigns = sumSigns,
+    .countSigns = countSigns,
     .keepHighest = keepHighest,
     .allFinite = allFinite,
 };

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <functional>
 #include <variant>
 
@@ -232,37 +231,19 @@ class SignWire {
 
   // Encodes the sum of at most kMostCounted chunks, by the rules of signs.h.
   void encodeCounted(Sum sum, Span at, void* chunk) const {
-    using Word = uint64_t;
-    constexpr size_t kWordBits = 64;
-    constexpr size_t kWords = kBlockElems / kWordBits;
-    const size_t bytes = (at.n + 7) / 8;
-    const auto count = static_cast<unsigned>(sum.count);
-    SignTerms terms{{}, count, sum.scale};
-    Word bits[kMostCounted][kWords] = {};
-    for (unsigned k = 0; k < count; ++k) {
-      const Signs signs = signsIn(sum.src[k], at);
-      terms.scales[k] = signs.scale;
-      std::memcpy(bits[k], signs.bits, bytes);
+    Signs blocks[kMostCounted];
+    SignTerms terms{{}, static_cast<unsigned>(sum.count), sum.scale};
+    for (unsigned k = 0; k < terms.count; ++k) {
+      blocks[k] = signsIn(sum.src[k], at);
+      terms.scales[k] = blocks[k].scale;
     }
     float values[kKinds] = {};
-    uint32_t counts[kKinds] = {};
     for (unsigned kind = 0; kind < terms.kinds(); ++kind) values[kind] = terms.valueOf(kind);
-    Word coded[kWords] = {};
-    for (size_t word = 0; word * kWordBits < at.n; ++word) {
-      const size_t left = at.n - word * kWordBits;
-      const Word exists = left < kWordBits ? (Word{1} << left) - 1 : ~Word{0};
-      const Word last = bits[count - 1][word];
-      Word others[kMostCounted] = {};
-      for (unsigned k = 0; k + 1 < count; ++k) others[k] = bits[k][word] ^ last;
-      for (unsigned kind = 0; kind < terms.kinds(); ++kind) {
-        const Word here = ofKind(others, count, kind) & exists;
-        counts[kind] += static_cast<uint32_t>(std::popcount(here));
-        if (values[kind] > 0.0f) coded[word] |= here & last;
-        if (values[kind] < 0.0f) coded[word] |= here & ~last;
-      }
-    }
-    const float scale = signScale(sumOfKinds(counts, values), at.n);
-    write(scale, at, chunk, [&](uint8_t* to) { std::memcpy(to, coded, bytes); });
+    uint32_t counts[kKinds] = {};
+    uint8_t bits[kBlockElems / 8];
+    path_.countSigns(blocks, sum.count, at.n, values, counts, bits);
+    write(signScale(sumOfKinds(counts, values), at.n), at, chunk,
+          [&](uint8_t* to) { std::memcpy(to, bits, (at.n + 7) / 8); });
   }
 
  private:
