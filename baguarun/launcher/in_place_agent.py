@@ -283,7 +283,8 @@ class InPlaceAgent(NodeAgent):
         self._update()
         if is_member:
             return
-        if place is None or (world is not None and not self._may_start_newcomers):
+        if place is None or (world is not None and (not self._may_start_newcomers or not place.workers)):
+            # Without a worker in that World nobody here will tell that it makes progress.
             self._newcomers.fill_later()
 
     async def _see_done(self, worker: Worker) -> None:

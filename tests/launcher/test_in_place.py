@@ -335,6 +335,26 @@ def test_newcomers_that_fail_time_after_time_cost_the_others_few_worlds_until_on
     two.finish()
 
 
+def test_a_newcomer_that_dies_before_it_is_taken_in_is_replaced_on_a_node_without_workers(
+    job: Callable[..., Job],
+) -> None:
+    two = job("1:2")
+    two.start("a", "b")
+    first = two.until_world(2)
+    (victim,) = (pid for pid in first if two.node_of(pid) == "b")
+    (two.notes / "hold").touch()
+    os.kill(victim, signal.SIGKILL)
+    seen = set(first)
+    for _ in range(2):
+        (newcomer,) = two.until(lambda workers: {pid for pid in workers if workers[pid]} - seen)
+        assert two.node_of(newcomer) == "b"
+        seen.add(newcomer)
+        os.kill(newcomer, signal.SIGKILL)
+    (two.notes / "hold").unlink()
+    assert not (seen - {*first}) & set(two.until_world(2, beyond=2))
+    two.finish()
+
+
 def test_a_frozen_worker_is_killed_and_replaced(job: Callable[..., Job]) -> None:
     one = job("1")
     one.start("a", slots=2)
