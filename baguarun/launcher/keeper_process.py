@@ -186,13 +186,15 @@ class KeeperLoop:
         alive = True
         while True:
             try:
-                self._kill_groups_of_dead()
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 alive = False
                 break
-            if pid == 0:
+            if dead is None:
                 break
+            pid = dead.si_pid
+            self._kill_group_of(pid)
+            _, status = os.waitpid(pid, 0)
             self._left_behind.discard(pid)
             # An exec that failed, or a worker quicker than our poll: its start is answered before its end.
             for fd in [fd for fd, starting in self._starting.items() if starting.pid == pid]:
@@ -207,13 +209,12 @@ class KeeperLoop:
             self._exits = []
         return alive
 
-    def _kill_groups_of_dead(self) -> None:
-        """Before the dead are reaped: until then nobody else can have got the group's number."""
-        for pid in tuple(self._replaceable):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                self._replaceable.discard(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+    def _kill_group_of(self, pid: int) -> None:
+        """Before a dead worker is reaped: until then nobody else can have got the group's number."""
+        if pid in self._replaceable:
+            self._replaceable.discard(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _advance_stop(self) -> None:
         stop = self._stop

@@ -123,6 +123,42 @@ def test_a_worker_with_a_control_channel_has_its_end_and_takes_its_group_with_it
     assert as_agent(scenario) == (signal.SIGTERM, b"", False, True)
 
 
+def test_a_worker_that_ends_right_after_the_keeper_has_looked_for_dead_ones_keeps_it_from_nothing(
+    as_agent, tmp_path
+):
+    doomed = tmp_path / "doomed"
+    look = os.waitid
+
+    def look_and_kill(*what):
+        found = look(*what)
+        if doomed.exists():
+            pid = int(doomed.read_text())
+            doomed.unlink()
+            os.kill(pid, signal.SIGKILL)
+            look(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return found
+
+    async def scenario():
+        # Forked from here, the keeper has it, too.
+        os.waitid = look_and_kill
+        keeper = Keeper.fork()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            worker = await spawn(keeper, "sleep", "1000", control_fd=theirs.fileno())
+        other = await spawn(keeper, "sleep", "1000")
+        (tmp_path / "pid").write_text(str(worker.pid))
+        (tmp_path / "pid").rename(doomed)
+        # Makes it look.
+        await keeper.signal(worker, 0)
+        ends = [await asyncio.wait_for(worker.exited, 30)]
+        await keeper.signal(other, signal.SIGTERM)
+        ends.append(await asyncio.wait_for(other.exited, 30))
+        await keeper.close()
+        return [end.signal for end in ends]
+
+    assert as_agent(scenario) == [signal.SIGKILL, signal.SIGTERM]
+
+
 def test_arguments_and_environment_arrive_byte_for_byte(as_agent):
     hostile = 'a\'; echo "$HOME" \n\t\udcff é 漢'
     big = "x" * 120_000
