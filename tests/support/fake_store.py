@@ -22,7 +22,7 @@ from baguarun.elastic.membership.store import (
     WatchRange,
 )
 from baguarun.elastic.membership.waiting import within
-from baguarun.errors import RejoinError, StoreLostError
+from baguarun.errors import RejoinError, StoreLostError, StoreRefusedError
 
 T = TypeVar("T")
 Operation = Put | PutIfAbsent | Delete
@@ -202,6 +202,8 @@ class FakeStore:
         """So many of the next transactions are applied, and their replies lost."""
         self.stall_at = ""
         """The next transaction that writes this key meets a stalled link."""
+        self.is_full = False
+        """Writes are refused, as by an etcd that has no space left."""
 
     # -- trouble
 
@@ -229,6 +231,8 @@ class FakeStore:
         return await self._call(lambda: len(self.server.keys(prefix)))
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> int:
+        if self.is_full:
+            raise StoreRefusedError("found database space exceeded")
         return (await self._call(lambda: self.server.transact([], [Put(key, value, lease)]))).revision
 
     async def delete(self, key: str, prefix: bool = False) -> int:
@@ -240,6 +244,8 @@ class FakeStore:
         if self.stall_at and any(operation.key == self.stall_at for operation in operations):
             self.stall_at = ""
             self.stall()
+        if self.is_full:
+            raise StoreRefusedError("found database space exceeded")
         result = await self._call(lambda: self.server.transact(compares, operations))
         if self.lost_replies:
             self.lost_replies -= 1

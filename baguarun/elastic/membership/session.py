@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -46,7 +46,7 @@ from baguarun.elastic.membership.store import (
 )
 from baguarun.elastic.membership.stragglers import Pace, paces_from_json, paces_to_json
 from baguarun.elastic.membership.waiting import first_of, within
-from baguarun.errors import RejoinError, StoreLostError, UsageError
+from baguarun.errors import RejoinError, StoreLostError, StoreRefusedError, UsageError
 
 log = logging.getLogger("baguarun.membership")
 T = TypeVar("T")
@@ -95,6 +95,7 @@ class Session:
         self._ack: tuple[int, int | None] | None = None
         self._failed: tuple[int, bool] | None = None
         self._store_lost = False
+        self._told_refusal = False
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -160,6 +161,7 @@ class Session:
     async def report_state(self, state: InPlaceState) -> None:
         """In place: what has become of our workers. Returns when it is stored; calls must not overlap."""
         self._state = state
+        is_refused = False
         while not self._ended.is_set():
             if self._lease and self._record is not None:
                 record = replace(self._record, state=state)
@@ -170,24 +172,42 @@ class Session:
                         return
                 except StoreLostError as error:
                     log.warning("node %s: not reported yet: %s", self._offer.name, error)
+                except StoreRefusedError as error:
+                    # It has taken others of us: it is full, say, and will be mended while the workers train.
+                    if not is_refused:
+                        log.warning("node %s: not reported yet: %s", self._offer.name, error)
+                    is_refused = True
                 except RejoinError:
                     self._check_lease.set()
             # The record of the next registration says it, if ours is gone.
             await asyncio.sleep(self._settings.retry_s)
 
     async def report_paces(self, paces: Sequence[Pace]) -> None:
-        """In place: how our workers' steps go. Given up at once when the store cannot be reached."""
+        """In place: how our workers' steps go. Given up at once when the store does not take it."""
         if self._lease and paces:
-            with contextlib.suppress(StoreLostError, RejoinError):
-                key = self._keys.paces + self._offer.node_id
+            key = self._keys.paces + self._offer.node_id
+            with self._dispensable():
                 await self._store.put(key, paces_to_json(paces), self._lease)
 
     async def read_paces(self) -> tuple[Pace, ...]:
-        """Of all nodes; empty when the store cannot be reached."""
-        with contextlib.suppress(StoreLostError):
-            found = await self._store.list(self._keys.paces)
-            return tuple(pace for entry in found.entries for pace in paces_from_json(entry.value))
-        return ()
+        """Of all nodes; empty when the store does not tell."""
+        found: tuple[Pace, ...] = ()
+        with self._dispensable():
+            snapshot = await self._store.list(self._keys.paces)
+            found = tuple(pace for entry in snapshot.entries for pace in paces_from_json(entry.value))
+        return found
+
+    @contextlib.contextmanager
+    def _dispensable(self) -> Iterator[None]:
+        """Around calls without which the job goes on as well; a refusal is told once."""
+        try:
+            yield
+        except (StoreLostError, RejoinError):
+            pass
+        except StoreRefusedError as error:
+            if not self._told_refusal:
+                self._told_refusal = True
+                log.warning("node %s: nobody is told how steps go: %s", self._offer.name, error)
 
     async def report_done(self, generation: int) -> None:
         """All local workers of that generation exited 0. Returns when it is stored."""

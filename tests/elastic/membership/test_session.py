@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 
 import pytest
 
 from baguarun.elastic.membership.control import stop_job
 from baguarun.elastic.membership.events import Dismissed, Expelled, Prepare, Start, StoreBack, StoreLost
 from baguarun.elastic.membership.job import JobSpec
-from baguarun.elastic.membership.records import StopRequest, desired_to_json
+from baguarun.elastic.membership.records import InPlaceState, Process, StopRequest, desired_to_json
 from baguarun.elastic.membership.store import Put
+from baguarun.elastic.membership.stragglers import Pace
 from baguarun.errors import UsageError
 from tests.support.fake_cluster import FakeNode, a_spec, until, until_running
 from tests.support.fake_store import FakeServer, FakeStore
@@ -395,6 +397,27 @@ async def test_a_store_that_is_away_pauses_membership_only() -> None:
     for node in nodes:
         assert node.world is not None and node.world.generation == 1
         assert len(node.all(StoreLost)) == len(node.all(StoreBack)) == 1
+
+
+@in_virtual_time
+async def test_a_store_that_is_full_costs_words_and_no_node(caplog: pytest.LogCaptureFixture) -> None:
+    server = FakeServer()
+    spec = replace(a_spec(1, 2, max_restarts=9), in_place=True)
+    n0, n1 = FakeNode(server, spec, "n0", slots=1), FakeNode(server, spec, "n1", slots=1)
+    await until_running([n0, n1], 1)
+    n0.store.is_full = n1.store.is_full = True
+    for _ in range(2):
+        await n1.session.report_paces([Pace(1, 1, 7, 0.1)])
+    assert caplog.text.count("database space exceeded") == 1
+    lost = asyncio.create_task(n1.session.report_state(InPlaceState(lost=(Process(0, 1),))))
+    await asyncio.sleep(100.0)
+    assert not (lost.done() or n0.task.done() or n1.task.done())
+    assert caplog.text.count("database space exceeded") == 2
+    n0.store.is_full = n1.store.is_full = False
+    await lost
+    await n1.session.report_paces([Pace(1, 1, 7, 0.1)])
+    assert await n1.session.read_paces() == (Pace(1, 1, 7, 0.1),)
+    await until(lambda: n0.world is not None and n0.world.generation == 2)
 
 
 @in_virtual_time
