@@ -105,6 +105,11 @@ class _Node:
         except JobFailedError as error:
             self._report(error, getattr(error, "failure", None))
             return error.exit_code
+        except Exception:
+            if workers is not None:
+                # What ends the agent is no fault of theirs: they may save their work, as when it leaves.
+                await stop_or_hurry(workers, self._settings.shutdown_timeout_s, self._signals)
+            raise
         finally:
             if workers is not None:
                 await workers.stop(0.0)

@@ -14,9 +14,12 @@ import psutil
 import pytest
 
 from baguarun.contract import World
+from baguarun.errors import UsageError
 from baguarun.launcher.addresses import free_port
 from baguarun.launcher.agent import describe
 from tests.support.command_line import BAGUARUN, environment
+from tests.support.etcd_servers import EtcdServer, wheel_binary
+from tests.support.etcd_servers import running as running_etcd
 
 BOUND_S = 120.0
 
@@ -105,6 +108,30 @@ def test_a_job_outlives_its_private_etcd(tmp_path: Path) -> None:
         assert agent.end() == 0, agent.output
     assert "fork" not in agent.output, "gRPC has nothing to say about it"
     assert list(agent.temporary.iterdir()) == []
+
+
+def test_workers_may_save_when_the_store_shuts_their_agent_out(tmp_path: Path) -> None:
+    body = (
+        "def save(signum, frame):\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(0)\n"
+        "if os.environ['RANK'] == '1': signal.signal(signal.SIGTERM, save)\n"
+        f"{UNTIL_TOLD}"
+        "if os.environ['RANK'] == '0': sys.exit(7)\n"
+        "time.sleep(1000)\n"
+    )
+    with (
+        running_etcd(EtcdServer(tmp_path / "etcd", wheel_binary("etcd"))) as etcd,
+        running(tmp_path, "--nproc-per-node", "2", "--store", str(etcd.url), script(tmp_path, body)) as agent,
+    ):
+        agent.wait_for("at work", times=2)
+        for command in ("user add root:pw", "role add root", "user grant-role root root", "auth enable"):
+            etcd.etcdctl(*command.split())
+        # What the agent has to tell of this failure is refused.
+        (tmp_path / "go").touch()
+        assert agent.end() == UsageError.exit_code, agent.output
+    assert "user name is empty" in agent.output
+    assert "saved" in agent.output
 
 
 def test_a_job_without_its_private_etcd_leaves_at_once_when_told(tmp_path: Path) -> None:
