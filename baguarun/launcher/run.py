@@ -84,7 +84,11 @@ class _Node:
         self._status = AgentStatus(job_id=settings.job_id, node=settings.node_name)
 
     async def run(self) -> int:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signums = [signal.SIGINT, signal.SIGTERM]
+        # Under nohup it is ignored, and stays so.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signums.append(signal.SIGHUP)
+        for signum in signums:
             asyncio.get_running_loop().add_signal_handler(signum, self._signals.put_nowait, signum)
         with _log_lines_go_to(self._logs.say):
             return await self._run()

@@ -171,6 +171,18 @@ def test_an_agent_that_waits_for_the_meeting_place_can_be_interrupted(tmp_path: 
     assert "Traceback" not in agent.output
 
 
+def test_an_agent_that_was_started_by_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with running(tmp_path, script(tmp_path, UNTIL_TOLD)) as agent:
+            agent.wait_for("at work")
+            agent.process.send_signal(signal.SIGHUP)
+            (tmp_path / "go").touch()
+            assert agent.end() == 0, agent.output
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_signal_ends_the_wait_for_stubborn_workers_of_a_job_that_failed(
     tmp_path: Path, static: bool
