@@ -164,11 +164,11 @@ class Logs:
         directory = None
         if self._job_dir is not None:
             directory = self._job_dir / f"generation-{generation}" / name.replace(" ", "-")
-        fds: list[int] = []
+        pipes = _make_pipes()
         streams: list[PumpedStream] = []
-        for stream, console in ((STDOUT, self._stdout), (STDERR, self._stderr)):
-            read_fd, write_fd = _make_pipe()
-            fds.append(write_fd)
+        for stream, console, (read_fd, _) in zip(
+            (STDOUT, STDERR), (self._stdout, self._stderr), pipes, strict=True
+        ):
             kind = "stdout" if stream == STDOUT else "stderr"
             pumped = PumpedStream(
                 read_fd=read_fd,
@@ -180,7 +180,7 @@ class Logs:
             )
             streams.append(pumped)
             self._pump.add(pumped)
-        return WorkerLog(directory, (streams[0], streams[1]), (fds[0], fds[1]))
+        return WorkerLog(directory, (streams[0], streams[1]), (pipes[0][1], pipes[1][1]))
 
     def _prefix(self, label: str, rank: int, console: Console) -> bytes:
         if not self._settings.prefix:
@@ -224,6 +224,17 @@ class Logs:
     async def close(self) -> None:
         """Return when everything has been written; waits as long as the console blocks."""
         await asyncio.shield(asyncio.wrap_future(self._pump.close()))
+
+
+def _make_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    """For stdout and stderr: both, or none that would wait for its end."""
+    first = _make_pipe()
+    try:
+        return first, _make_pipe()
+    except SetupError:
+        for fd in first:
+            os.close(fd)
+        raise
 
 
 def _make_pipe() -> tuple[int, int]:

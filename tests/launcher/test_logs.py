@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import pty
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baguarun.errors import UsageError
+from baguarun.errors import SetupError, UsageError
 from baguarun.launcher.log_pump import Console, LogPump
 from baguarun.launcher.logs import STDERR, STDOUT, Logs, LogSettings, WorkerLog, file_name
 
@@ -301,6 +302,30 @@ def test_a_stream_that_a_foreign_process_holds_open_is_given_up_with_a_word():
         asyncio.run(run())
         assert out.all() == b"[n:3] last words\n"
         assert b"stdout of rank 3 is still held open by another process" in err.all()
+
+
+def test_a_worker_without_its_second_pipe_leaves_no_stream_that_never_ends(monkeypatch: pytest.MonkeyPatch):
+    make, made = os.pipe2, []
+
+    def make_one(flags: int) -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(make(flags))
+        return made[0]
+
+    with consoles() as (out, err):
+
+        async def run() -> None:
+            logs = make_logs(LogSettings.from_flags(), out, err)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pipe2", make_one)
+                with pytest.raises(SetupError, match=r"Too many open files \(see `ulimit -n`\)"):
+                    logs.open_worker(generation=1, rank=0, local_rank=0)
+            assert not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in made[0])
+            logs.say("so that it runs")
+            await asyncio.wait_for(logs.close(), 10)
+
+        asyncio.run(run())
 
 
 def test_what_the_agent_says_stands_on_lines_of_its_own():
