@@ -1,8 +1,9 @@
 """Where the workers' output goes: console with `[node:rank]` in front, per-rank files, or both.
 
 With a log folder every stream is in a file, byte for byte. `--redirects` takes streams off the console,
-`--tee` keeps them there all the same. Files lie in `<log_dir>/<job_id>/generation-<g>/rank-<r>/` and are
-appended to, so that a second run under the same id destroys nothing.
+`--tee` keeps them there all the same. Files lie in `<log_dir>/<job_id>/generation-<g>/rank-<r>/`, those of
+newcomers in `.../local-rank-<l>-on-<node>/`, and are appended to, so that a second run under the same id
+destroys nothing.
 """
 
 from __future__ import annotations
@@ -163,7 +164,9 @@ class Logs:
         label = f"new {local_rank}" if is_newcomer else str(rank)
         directory = None
         if self._job_dir is not None:
-            directory = self._job_dir / f"generation-{generation}" / name.replace(" ", "-")
+            # Other nodes may write to the same disk, and have newcomers of that local rank, too.
+            folder = f"local-rank-{local_rank}-on-{file_name(self._node)}" if is_newcomer else f"rank-{rank}"
+            directory = self._job_dir / f"generation-{generation}" / folder
         pipes = _make_pipes()
         streams: list[PumpedStream] = []
         for stream, console, (read_fd, _) in zip(

@@ -185,6 +185,23 @@ def test_a_second_run_under_the_same_id_adds_to_the_files(tmp_path):
     assert (tmp_path / "job/generation-1/rank-4/stdout.log").read_bytes() == b"first\nsecond\n"
 
 
+def test_newcomers_of_nodes_that_share_a_disk_have_files_of_their_own(tmp_path):
+    settings = LogSettings.from_flags(log_dir=str(tmp_path), redirects="3")
+
+    async def run(node: str) -> None:
+        logs = Logs(settings, job_id="job", node=node)
+        log = logs.open_worker(generation=2, rank=0, local_rank=1, is_newcomer=True)
+        os.write(log.write_fds[0], node.encode())
+        log.close_write_ends()
+        await logs.finish([log])
+        await logs.close()
+
+    for node in ("a", "b/c"):
+        asyncio.run(run(node))
+    files = {path.parent.name: path.read_text() for path in tmp_path.glob("job/generation-2/*/stdout.log")}
+    assert files == {"local-rank-1-on-a": "a", "local-rank-1-on-b%2Fc": "b/c"}
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [("a-b_c.1", "a-b_c.1"), ("../up", "..%2Fup"), ("..", "%2E%2E"), ("", ""), ("a b\nü", "a%20b%0A%C3%BC")],
