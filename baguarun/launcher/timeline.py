@@ -1,8 +1,9 @@
 """`--timeline FILE`: every worker records into its own file; the agent joins those of its node at the end.
 
 One node: FILE. Several: each node writes FILE with its node rank before the suffix, `out.node1.json`, since
-FILE may lie on a disk that they share; one viewer can open them together. A job that restarts its workers
-shows all generations in one file, one after the other.
+FILE may lie on a disk that they share; one viewer can open them together. A node that joined a job resized in
+place has started no worker with a rank: its name stands there, `out.node-NAME.json`. A job that restarts its
+workers shows all generations in one file, one after the other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 
@@ -47,15 +49,17 @@ class TimelineMerge:
     def __init__(self, settings: RunSettings) -> None:
         self.path = "" if settings.timeline is None else os.path.abspath(settings.timeline)
         """What workers are told; absolute, as they may change their folder."""
-        self._named_by_node = settings.max_nodes > 1
-        self._node_rank = 0
+        self._node = f"-{settings.node_name}" if settings.max_nodes > 1 else ""
+        """What names the file of this node among several: its rank, once it has had one."""
         self._parts: list[str] = []
 
     def expect(self, env: WorkerEnv) -> None:
         """A worker is about to start; what an earlier job left in its place goes."""
         if not self.path:
             return
-        self._node_rank = env.node_rank
+        # A newcomer is started for no World, and its node may never have had a rank in one.
+        if self._node and env.generation:
+            self._node = str(env.node_rank)
         if env.timeline_part not in self._parts:
             self._parts.append(env.timeline_part)
         with contextlib.suppress(FileNotFoundError):
@@ -84,10 +88,10 @@ class TimelineMerge:
         return [f"timeline of {len(parts)} workers: {self._target()} (open it at https://ui.perfetto.dev)"]
 
     def _target(self) -> str:
-        if not self._named_by_node:
+        if not self._node:
             return self.path
         stem, suffix = os.path.splitext(self.path)
-        return f"{stem}.node{self._node_rank}{suffix}"
+        return f"{stem}.node{self._node}{suffix}"
 
 
 def merge(parts: Iterable[str], target: str) -> None:
@@ -95,7 +99,7 @@ def merge(parts: Iterable[str], target: str) -> None:
 
     A part may end in the middle of a line: its worker was killed while it wrote.
     """
-    unfinished = f"{target}.part"
+    unfinished = f"{target}.{secrets.token_hex(4)}.part"
     try:
         with open(unfinished, "w", encoding="utf-8") as out:
             out.write(_HEAD)

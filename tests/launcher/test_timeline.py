@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tests.support.command_line import BAGUARUN, environment
 HEAD = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
-def settings(path: Path | str, *, max_nodes: int = 1) -> RunSettings:
-    return RunSettings(script="x", timeline=str(path), max_nodes=max_nodes)
+def settings(path: Path | str, *, max_nodes: int = 1, node_name: str = "n") -> RunSettings:
+    return RunSettings(script="x", timeline=str(path), max_nodes=max_nodes, node_name=node_name)
 
 
 def worker(path: str, rank: int, *, generation: int = 1, node_rank: int = 0) -> WorkerEnv:
@@ -80,6 +81,40 @@ def test_with_several_nodes_the_file_is_named_by_the_node_rank(tmp_path: Path) -
     write_part(env.timeline_part, "a")
     joining.finish()
     assert names(tmp_path / "out.node1.json") == ["a"]
+
+
+def test_newcomers_take_no_other_node_s_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "out.json")
+    first, second, joined = (
+        TimelineMerge(settings(path, max_nodes=3, node_name=name)) for name in ("a", "b", "c")
+    )
+    for node_rank, node in enumerate((first, second)):
+        node.expect(worker(path, node_rank, node_rank=node_rank))
+    for name, node in (("b", second), ("c", joined)):
+        env = WorkerEnv.for_newcomer(
+            "j", 0, restart_count=0, max_restarts=0, timeline=f"{path}.{name}.newcomer1"
+        )
+        node.expect(env)
+        write_part(env.timeline_part, name)
+    write_part(worker(path, 0).timeline_part, "a")
+    for node in (first, second, joined):
+        node.finish()
+    found = {path.name: names(path) for path in tmp_path.iterdir()}
+    assert found == {"out.node0.json": ["a"], "out.node1.json": ["b"], "out.node-c.json": ["c"]}
+
+
+def test_two_that_join_into_one_file_do_not_mix(tmp_path: Path) -> None:
+    first, second = write_part(tmp_path / "a", "1"), write_part(tmp_path / "b", "2")
+    target = tmp_path / "out"
+
+    def parts() -> Iterator[str]:
+        yield first
+        merge([second], str(target))
+        assert names(target) == ["2"]
+
+    merge(parts(), str(target))
+    assert names(target) == ["1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
 
 
 def test_a_file_left_by_an_earlier_job_is_not_taken_for_this_one_s(tmp_path: Path) -> None:
