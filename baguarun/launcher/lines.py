@@ -38,7 +38,7 @@ class ConsoleLines:
         return shown + self._cut_long_line()
 
     def overdue(self, now_s: float) -> bytes:
-        """The unfinished line, if it has waited long enough; call it when the stream has nothing to read."""
+        """The unfinished line, if it has waited long enough; call it when what was there has been read."""
         interval_s = PROGRESS_INTERVAL_S if b"\r" in self._pending else PARTIAL_LINE_S
         if not self._pending or now_s < self._pending_since_s + interval_s:
             return b""

@@ -219,10 +219,13 @@ class LogPump:
         while self._commands:
             self._commands.popleft()()
         for stream in tuple(self._streams.values()):
+            # Before the read: a console that blocks while its lines are shown makes the rest no older.
+            now_s = time.monotonic()
             if stream.read_fd in ready:
                 self._read(stream)
-            elif stream.lines.waiting:
-                self._show_line(stream, stream.lines.overdue(time.monotonic()))
+            # A progress bar may have something to read at every turn.
+            if stream.lines.waiting:
+                self._show_line(stream, stream.lines.overdue(now_s))
 
     def _read(self, stream: PumpedStream) -> bool:
         """Carry what is there to where it belongs; false if there was nothing."""

@@ -39,6 +39,10 @@ class Reader:
     def go(self) -> None:
         self._go.set()
 
+    @property
+    def so_far(self) -> bytes:
+        return bytes(self._data)
+
     def all(self) -> bytes:
         """Everything until the write end is closed, which this does."""
         os.close(self.write_fd)
@@ -364,6 +368,24 @@ def test_what_the_agent_says_stands_on_lines_of_its_own():
 
         asyncio.run(run())
         assert err.all() == b"one\ntwo\n[n:0] half a line\nthree\n"
+
+
+def test_a_progress_bar_that_never_rests_is_shown_now_and_then():
+    with consoles() as (out, err):
+
+        async def run() -> None:
+            logs = make_logs(LogSettings.from_flags(), out, err)
+            log = logs.open_worker(generation=1, rank=0, local_rank=0)
+            give_up_s = time.monotonic() + 30
+            while not out.so_far and time.monotonic() < give_up_s:
+                os.write(log.write_fds[0], b"\r 50%")
+                await asyncio.sleep(0.01)
+            assert out.so_far.startswith(b"[n:0]  50%\n")
+            log.close_write_ends()
+            await logs.finish([log])
+            await logs.close()
+
+        asyncio.run(run())
 
 
 def test_catching_up_never_waits_for_output_that_was_read_already():
