@@ -67,6 +67,7 @@ class NodeAgent(ABC):
         self._say = say
         self._shutdown_timeout_s = shutdown_timeout_s
         self._broken: asyncio.Future[None]
+        self._tasks: set[asyncio.Task[None]] = set()
         self._store_lost = False
         self._finished: Finished | None = None
         self._place = ""
@@ -261,6 +262,19 @@ class NodeAgent(ABC):
             raise JobOverError(finished)
         return finished.exit_code
 
+    # -- tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._check)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        """A task that breaks ends the agent."""
+        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
+            self._broken.set_exception(error)
+
 
 class Agent(NodeAgent):
     """Workers are stopped and started anew with each World."""
@@ -279,17 +293,14 @@ class Agent(NodeAgent):
 
     async def _prepare(self, session: Session, event: Prepare) -> None:
         await self._stop_workers(self._shutdown_timeout_s)
-        await session.acknowledge(event.generation, free_port())
+        # News of a store that does not take it have to be read meanwhile.
+        self._spawn(session.acknowledge(event.generation, free_port()))
 
     async def _start(self, session: Session, world: World) -> None:
         await self._group.start(world)
         self._watch = asyncio.create_task(self._watch_workers(session, world), name="watch")
-        self._watch.add_done_callback(self._watch_ended)
-
-    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
-        """A watch that breaks (the keeper was killed) ends the agent: it is blind from here on."""
-        if not watch.cancelled() and (error := watch.exception()) and not self._broken.done():
-            self._broken.set_exception(error)
+        # One that breaks (the keeper was killed) leaves the agent blind.
+        self._watch.add_done_callback(self._check)
 
     async def _watch_workers(self, session: Session, world: World) -> None:
         result = await self._group.wait()

@@ -96,7 +96,6 @@ class InPlaceAgent(NodeAgent):
         """Of workers that the newest World counted on."""
         self._changed = asyncio.Event()
         self._empty = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         crew.on_message = self._hear
         crew.on_end = self._see_end
 
@@ -115,7 +114,7 @@ class InPlaceAgent(NodeAgent):
             await self._tell_workers(event)
         else:
             await self._stop_workers(self._shutdown_timeout_s)
-            await session.acknowledge(event.generation, free_port())
+            self._spawn(session.acknowledge(event.generation, free_port()))
         self._failures = {p: report for p, report in self._failures.items() if p in event.workers}
         self._lost = tuple(p for p in event.workers if event.in_place and p not in self._crew.living)
         self._update()
@@ -457,16 +456,3 @@ class InPlaceAgent(NodeAgent):
             f"baguarun: waiting for {what}, for {_COMMIT_PART * self._shutdown_timeout_s:.3g} s in all; "
             "after that the workers are stopped wherever they are"
         )
-
-    # -- tasks
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(self._check)
-
-    def _check(self, task: asyncio.Task[None]) -> None:
-        """A task that breaks ends the agent."""
-        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
-            self._broken.set_exception(error)

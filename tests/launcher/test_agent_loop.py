@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import pytest
 
 from baguarun.contract import Failure, World
 from baguarun.elastic.membership.events import Dismissed, Finished, MembershipEvent, Prepare, Start, StoreLost
+from baguarun.elastic.membership.records import InPlaceState, Process
 from baguarun.elastic.membership.session import Session
-from baguarun.launcher.agent import Agent, JobOverError
-from baguarun.launcher.local_workers import LocalWorkers
+from baguarun.elastic.membership.stragglers import Pace
+from baguarun.launcher.agent import Agent, JobOverError, NodeAgent
+from baguarun.launcher.crew import Worker
+from baguarun.launcher.hang_watch import HangSettings
+from baguarun.launcher.in_place_agent import InPlaceAgent, InPlaceSettings
 from baguarun.launcher.meeting import Meeting
 from baguarun.launcher.metrics import AgentStatus
 from baguarun.launcher.workers import GroupResult
@@ -35,6 +39,15 @@ FAILURE = Failure(
     generation=1, node="n", rank=0, local_rank=0, pid=7, exit_code=9, signal=None, timestamp_s=0.0
 )
 
+IN_PLACE = InPlaceSettings(
+    slots=1,
+    spares=0,
+    detect_timeout_s=5.0,
+    shutdown_timeout_s=300.0,
+    node="n",
+    hangs=HangSettings(limit=None, removes=False),
+)
+
 
 class FakeSession:
     """Says what it is told to say; ends when told to leave or after `Finished`."""
@@ -43,6 +56,10 @@ class FakeSession:
         self.queue: asyncio.Queue[MembershipEvent | None] = asyncio.Queue()
         self.ended = asyncio.Event()
         self.stored = asyncio.Event()
+        self.hears = asyncio.Event()
+        """Whether the store takes acknowledgements."""
+        self.hears.set()
+        self.lease_left_s = 5.0
         self.left = ""
 
     async def run(self) -> None:
@@ -56,6 +73,16 @@ class FakeSession:
 
     async def acknowledge(self, generation: int, master_port: int | None) -> None:
         assert master_port
+        await self.hears.wait()
+
+    async def report_state(self, state: InPlaceState) -> None:
+        await self.stored.wait()
+
+    async def report_paces(self, paces: Sequence[Pace]) -> None:
+        assert not paces
+
+    def expects_newcomers(self) -> bool:
+        return False
 
     async def report_done(self, generation: int) -> None:
         await self.stored.wait()
@@ -78,6 +105,7 @@ class FakeSession:
 class FakeWorkers:
     def __init__(self, stop_s: float = 0.0) -> None:
         self.result: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
+        self.living: dict[Process, Worker] = {}
         self.starts = 0
         self.graces: list[float] = []
         self.stop_s = stop_s
@@ -106,16 +134,17 @@ class FakeMeeting:
 class Scene:
     """An agent among fakes."""
 
-    def __init__(self, *, stop_s: float = 0.0, serves_others: bool = False) -> None:
+    def __init__(self, *, stop_s: float = 0.0, serves_others: bool = False, in_place: bool = False) -> None:
         self.session, self.workers = FakeSession(), FakeWorkers(stop_s)
         self.said: list[str] = []
         self.signals: asyncio.Queue[int] = asyncio.Queue()
-        agent = Agent(
-            cast(LocalWorkers, self.workers),
-            AgentStatus(job_id="j", node="n"),
-            self.said.append,
-            shutdown_timeout_s=300.0,
-        )
+        workers: Any = self.workers
+        status = AgentStatus(job_id="j", node="n")
+        agent: NodeAgent
+        if in_place:
+            agent = InPlaceAgent(workers, status, self.said.append, IN_PLACE)
+        else:
+            agent = Agent(workers, status, self.said.append, shutdown_timeout_s=300.0)
         meeting: Any = FakeMeeting(serves_others=serves_others)
         self.run = asyncio.create_task(
             agent.run(cast(Session, self.session), cast(Meeting, meeting), self.signals)
@@ -137,6 +166,21 @@ async def test_a_node_whose_worker_failed_while_the_store_was_away_gives_up_with
     with pytest.raises(JobOverError, match="etcd://here:1 has not answered for 60 s") as caught:
         await scene.run
     assert (caught.value.failure, caught.value.exit_code) == (FAILURE, 9)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_a_store_that_goes_away_before_it_hears_of_stopped_workers_is_told_of_and_given_up(
+    in_place: bool,
+) -> None:
+    scene = Scene(in_place=in_place)
+    scene.session.hears.clear()
+    await scene.say(Prepare(1, "first"), StoreLost())
+    assert scene.said == [
+        "baguarun: the store etcd://here:1 does not answer; membership is paused, the workers go on"
+    ]
+    with pytest.raises(JobOverError, match="etcd://here:1 has not answered for 60 s"):
+        await scene.run
 
 
 @in_virtual_time
