@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,8 @@ def main(argv: Sequence[str]) -> int:
     line = JobLine("jobs", "List the jobs that a store knows, running or not.", job=False)
     line.add_argument("--json", action="store_true", help="for programs; times are Unix seconds")
     words = line.parse_args(argv)
-    found = [summary for answer in ask_everywhere(store_options(words), list_jobs) for summary in answer]
+    answers = ask_everywhere(store_options(words), list_jobs, _warn)
+    found = [summary for answer in answers for summary in answer]
     if words.json:
         show(json.dumps([to_json(summary) for summary in found], indent=2))
     elif found:
@@ -42,6 +44,10 @@ def to_json(summary: JobSummary) -> dict[str, Any]:
         "formed_s": world.formed_s if world else None,
         "exit_code": outcome.exit_code if outcome else None,
     }
+
+
+def _warn(text: str) -> None:
+    print(f"baguarun: {text}", file=sys.stderr)
 
 
 def _row(summary: JobSummary, now_s: float) -> tuple[str, ...]:

@@ -23,8 +23,6 @@ T = TypeVar("T")
 _OPEN_TIMEOUT_S = 10.0
 """As `baguarun run` has for an etcd that somebody runs."""
 _SHOWN_JOBS = 10
-
-
 _PRIVATE_TIMEOUT_S = 2.0
 """One on this machine answers at once, or has gone with its job."""
 
@@ -57,13 +55,32 @@ def ask_about(job_id: str, line: Mapping[str, Given], question: Callable[[Store]
         ) from error
 
 
-def ask_everywhere(line: Mapping[str, Given], question: Callable[[Store], Awaitable[T]]) -> list[T]:
-    """The answers of the store that is named, else of all private ones on this machine."""
+def ask_everywhere(
+    line: Mapping[str, Given], question: Callable[[Store], Awaitable[T]], say: Callable[[str], None]
+) -> list[T]:
+    """The answers of the store that is named, else of all private ones on this machine.
+
+    One of those that is silent while others answer is told of with `say`, and left out.
+    """
     url = named_store(*read_store_options(line), line)
-    urls = [url] if url is not None else [place for _, place in sorted(find_announced().items())]
-    if not urls:
+    if url is not None:
+        return [asyncio.run(_ask(url, None, question))]
+    answers: list[T] = []
+    silent: dict[str, StoreLostError] = {}
+    for job_id, place in sorted(find_announced().items()):
+        try:
+            answers.append(asyncio.run(_ask(place, None, question, _PRIVATE_TIMEOUT_S)))
+        except StoreLostError as error:
+            # Else it went with its job meanwhile.
+            if job_id in find_announced():
+                silent[job_id] = error
+    if not answers:
+        for why in silent.values():
+            raise why
         raise UsageError(f"found no job with a store of its own on this machine; {_WANT_STORE}")
-    return [asyncio.run(_ask(found, None, question)) for found in urls]
+    for job_id, why in silent.items():
+        say(f"job {job_id!r}: {why}")
+    return answers
 
 
 def named_store(

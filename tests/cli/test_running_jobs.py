@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.command_line import BAGUARUN, environment
@@ -189,6 +190,20 @@ def test_a_job_with_a_private_store_is_found_on_its_own_node(site: Site) -> None
     gone = site.ask("jobs", store=False)
     assert gone.returncode == 2
     assert "found no job with a store of its own on this machine; want --store URL" in gone.stderr
+
+
+def test_a_private_store_that_does_not_answer_hides_no_other_job(site: Site) -> None:
+    frozen = site.start("a", "--job-id", "frozen")
+    site.start("b", "--job-id", "well")
+    for job_id in ("frozen", "well"):
+        site.until(lambda job: job["state"] == "running", job_id, store=False)
+    (etcd,) = (child for child in psutil.Process(frozen.pid).children() if child.name() == "etcd")
+    etcd.suspend()
+    done = site.ask("jobs", store=False)
+    etcd.resume()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["JOB", "well"]
+    assert "baguarun: job 'frozen': store etcd://" in done.stderr
 
 
 def test_a_job_at_a_torchrun_endpoint_is_reached_by_the_same_words(site: Site) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from baguarun.elastic.membership.etcd import EtcdStore
 from baguarun.elastic.membership.store_url import HostPort, StoreUrl
-from baguarun.errors import UsageError
+from baguarun.errors import StoreLostError, UsageError
 from baguarun.launcher import reach
 from baguarun.launcher.command_line import Given
 from baguarun.launcher.options import OPTIONS
@@ -71,6 +72,59 @@ def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "find_announced", dict)
 
 
+class SomeStores:
+    """Stands for etcd on this machine: which ports answer, and how long each was waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+        self.ports = ports
+        self.waits_s: list[float] = []
+        monkeypatch.setattr(EtcdStore, "open", self.open)
+
+    async def open(self, url: StoreUrl, *, timeout_s: float) -> SomeStores:
+        self.waits_s.append(timeout_s)
+        if url.endpoints[0].port not in self.ports:
+            raise StoreLostError(f"store {url}: nobody answers")
+        return self
+
+    async def close(self) -> None:
+        pass
+
+
+def private(*ports: int) -> dict[str, StoreUrl]:
+    return {f"job{port}": StoreUrl(endpoints=(HostPort("127.0.0.1", port),)) for port in ports}
+
+
+async def a_question(store: object) -> str:
+    return "answer"
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_of_several_private_stores_the_silent_ones_are_named_and_the_gone_ones_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores = SomeStores(monkeypatch, 2, 4)
+    announced = iter([private(1, 2, 3, 4), *([private(2, 3, 4)] * 2)])
+    monkeypatch.setattr(reach, "find_announced", lambda: next(announced))
+    said: list[str] = []
+    assert ask_everywhere({}, a_question, said.append) == ["answer"] * 2
+    assert said == ["job 'job3': store etcd://127.0.0.1:3: nobody answers"]
+    assert set(stores.waits_s) == {reach._PRIVATE_TIMEOUT_S}
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_if_no_private_store_answers_the_command_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    SomeStores(monkeypatch)
+    said: list[str] = []
+    monkeypatch.setattr(reach, "find_announced", lambda: private(1))
+    with pytest.raises(StoreLostError, match="nobody answers"):
+        ask_everywhere({}, a_question, said.append)
+    announced = iter([private(1), {}])
+    monkeypatch.setattr(reach, "find_announced", lambda: next(announced))
+    with pytest.raises(UsageError, match="found no job with a store of its own on this machine"):
+        ask_everywhere({}, a_question, said.append)
+    assert said == []
+
+
 async def no_question(store: object) -> None:
     raise AssertionError("nothing is asked")
 
@@ -80,7 +134,7 @@ def test_without_a_store_the_ways_to_name_one_are_told() -> None:
     with pytest.raises(UsageError, match="'demo': found no store of it on this machine; want --store URL"):
         ask_about("demo", {}, no_question)
     with pytest.raises(UsageError, match="found no job with a store of its own on this machine"):
-        ask_everywhere({}, no_question)
+        ask_everywhere({}, no_question, print)
 
 
 @pytest.mark.usefixtures("nothing_here")
