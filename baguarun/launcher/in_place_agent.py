@@ -282,9 +282,10 @@ class InPlaceAgent(NodeAgent):
         self._update()
         if is_member:
             return
-        if place is None or (world is not None and (not self._may_start_newcomers or not place.workers)):
-            # Without a worker in that World nobody here will tell that it makes progress.
+        if place is None or (world is not None and not self._may_start_newcomers):
             self._newcomers.fill_later()
+        elif world is not None and not place.workers:
+            self._newcomers.fill_later(_NO_SURVIVOR_S)
 
     async def _see_done(self, worker: Worker) -> None:
         place = self._place_in
