@@ -6,6 +6,8 @@ import hashlib
 import random
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,12 +119,32 @@ class _NumpyState:
 
 def begin_stream(seed: int, generation: int, rank: int) -> None:
     """Seed all generators for a rank that joins: no other rank and no other World has the same numbers."""
-    digest = hashlib.sha256(f"{seed}:{generation}:{rank}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little")
+    number = _mixed(f"{seed}:{generation}:{rank}")
     torch.manual_seed(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number % 2**32)
+
+
+@contextmanager
+def seeded_for_epoch(loader: int, epoch: int) -> Iterator[None]:
+    """For what loader number `loader` draws when it begins to load: a seed for its processes, another one in
+    each epoch, and the same one where that epoch is gone on with.
+
+    Leaves torch's CPU generator where it was: an epoch that is gone on with begins once more than an
+    undisturbed one, and what is drawn after that should be the same.
+    """
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(_mixed(f"{torch.initial_seed()}:loader {loader}:{epoch}"))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _mixed(text: str) -> int:
+    """A seed of 64 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def portable() -> dict[str, Any]:

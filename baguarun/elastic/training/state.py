@@ -15,6 +15,7 @@ from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
 from baguarun.elastic.training.dealing import Deal
 from baguarun.elastic.training.default_group import has_others
 from baguarun.elastic.training.learning_rates import scale_learning_rates
+from baguarun.elastic.training.random_state import seeded_for_epoch
 from baguarun.elastic.training.sampler import ElasticSampler, Place
 from baguarun.elastic.training.snapshot import Snapshot
 from baguarun.elastic.training.steps import MicroBatches
@@ -123,11 +124,8 @@ class State:
         sampler = self._sampler_of(loader)
         self._require_alike(sampler)
         models = [value for value in self._captured.values() if isinstance(value, DistributedDataParallel)]
-        # Beginning to load draws a seed for the loader's workers. An epoch that is gone on with begins once
-        # more than an undisturbed one, and what is drawn after that should be the same.
-        random_state = torch.get_rng_state()
-        batches = iter(loader)
-        torch.set_rng_state(random_state)
+        with seeded_for_epoch(self._samplers.index(sampler), sampler.epoch):
+            batches = iter(loader)
         for deal in sampler.deals():
             step = MicroBatches(batches, deal, sampler.rank, models)
             self._open = (sampler, deal, step)

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import baguarun
 from baguarun.elastic import Checkpoints, ElasticSampler, State
@@ -148,6 +149,83 @@ def test_two_loaders_keep_their_places_apart(tmp_path):
     rest = [some(state, loader, 100) for loader in loaders]
     assert [sorted(a + b) for a, b in zip(begun, rest, strict=True)] == [list(range(20))] * 2
     assert [len(a) for a in begun] == [6, 15]
+
+
+class Draws(Dataset):
+    """Of as many samples as are asked for, each a random number."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def drawn_by_epoch(loaders: list[DataLoader], epochs: int) -> list[list[float]]:
+    """What loaders' processes draw: of each epoch by loader, where the training loop draws nothing."""
+    torch.manual_seed(3)
+    state = make_state(None)
+    found = []
+    for _ in range(epochs):
+        for loader in loaders:
+            drawn = []
+            for micro_batches in state.steps(loader):
+                for batch in micro_batches:
+                    drawn += batch.tolist()
+                state.commit()
+            found.append(drawn)
+    return found
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_processes_draw_other_numbers_in_each_epoch_and_for_each_loader(persistent: bool) -> None:
+    def make() -> list[DataLoader]:
+        return [
+            DataLoader(
+                Draws(),
+                batch_sampler=ElasticSampler(range(6), 2, shuffle=False),
+                num_workers=2,
+                persistent_workers=persistent,
+            )
+            for _ in range(2)
+        ]
+
+    found = drawn_by_epoch(make(), 2)
+    assert len({number for drawn in found for number in drawn}) == 4 * 6
+    assert drawn_by_epoch(make(), 2) == found
+
+
+def test_an_epoch_that_is_gone_on_with_gives_loaders_processes_the_seed_that_it_began_with(tmp_path) -> None:
+    """And what the training loop draws is the same, as if it had not begun once more."""
+
+    def make(folder: Path | None) -> tuple[State, DataLoader]:
+        torch.manual_seed(3)
+        sampler = ElasticSampler(range(8), 2, shuffle=False)
+        return make_state(folder), DataLoader(Seeds(), batch_sampler=sampler, num_workers=1)
+
+    def train_for(state: State, loader: DataLoader, steps: int) -> list[tuple[list[int], float]]:
+        found = []
+        while len(found) < steps:
+            for micro_batches in state.steps(loader):
+                [batch] = micro_batches
+                found.append((batch.tolist(), float(torch.rand(()))))
+                state.commit()
+                if len(found) == steps:
+                    break
+        return found
+
+    undisturbed = train_for(*make(None), 8)
+    assert len({seed for seeds, _ in undisturbed for seed in seeds}) == 2
+    state, loader = make(tmp_path)
+    begun = train_for(state, loader, 6)
+    state.close()
+    state, loader = make(tmp_path)
+    assert state.load()
+    assert begun + train_for(state, loader, 2) == undisturbed
+
+
+class Seeds(Dataset):
+    """Of as many samples as are asked for, each the seed of the process that loads it."""
+
+    def __getitem__(self, index: int) -> int:
+        return torch.initial_seed()
 
 
 def test_only_a_state_can_be_run():
