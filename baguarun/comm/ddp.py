@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.comm.agreement import refusals_told
+from baguarun.comm.agreement import Declaration, refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.groups import read_worker_env
 from baguarun.comm.models import device_of
@@ -134,6 +134,10 @@ class DistributedDataParallel(nn.Module):
         called again after it has failed, in a further World.
         """
         self._session = self._session.succeed()
+
+    def declaration(self) -> Declaration:
+        """What `enter_world` would compare now, and where ranks differ in it end on all of them."""
+        return self._session.declare_successor()
 
     def require_complete(self, *, again: bool = False) -> None:
         """Between backward and `optimizer.step()`: all that the gradients are made of has arrived, here.

@@ -145,7 +145,7 @@ class DataParallelSession:
         algorithm, settings, legacy = self.algorithm, self.settings, self._legacy
         extension = load_extension()
         # Before the engine's group is made: ranks that differ would make different ones.
-        require_same(self._declare(self._module), parent)
+        require_same(self._declare(settings), parent)
         operations = self._operations(parameters)
         exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
         arena_bytes = self._arena_bytes(exchanged, operations)
@@ -293,9 +293,16 @@ class DataParallelSession:
             self._module,
             algorithm=self.algorithm,
             optimizers=self.optimizers,
-            settings=dataclasses.replace(self.settings, init_sync=False),
+            settings=self._settings_of_successor(),
             legacy=self.close(),
         )
+
+    def declare_successor(self) -> Declaration:
+        """What `succeed` would find compared with the other ranks, if it were called now."""
+        return self._declare(self._settings_of_successor())
+
+    def _settings_of_successor(self) -> SessionSettings:
+        return dataclasses.replace(self.settings, init_sync=False)
 
     def _take_over(self, legacy: Legacy) -> None:
         # First: it may say which stage the engine is in, and what is owed has a place in that one only.
@@ -558,13 +565,13 @@ class DataParallelSession:
             spec.exchange_by_rail(self._rails.for_engine(load_extension()))
         return spec
 
-    def _declare(self, module: nn.Module) -> Declaration:
-        settings = [("algorithm", repr(self.algorithm)), ("device", self.device.type)]
-        settings += [(name, repr(value)) for name, value in dataclasses.asdict(self.settings).items()]
+    def _declare(self, settings: SessionSettings) -> Declaration:
+        named = [("algorithm", repr(self.algorithm)), ("device", self.device.type)]
+        named += [(name, repr(value)) for name, value in dataclasses.asdict(settings).items()]
         if self._stages is not None:
-            settings.append(("optimizers", self._stages.describe()))
-        tensors = named_forms(module.named_parameters()) + named_forms(module.named_buffers())
-        return Declaration(settings=tuple(settings), tensors=tuple(tensors))
+            named.append(("optimizers", self._stages.describe()))
+        tensors = named_forms(self._module.named_parameters()) + named_forms(self._module.named_buffers())
+        return Declaration(settings=tuple(named), tensors=tuple(tensors))
 
 
 def _require_optimizers(algorithm: Algorithm, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -35,6 +35,17 @@ def declare(captured: Mapping[str, Any]) -> Declaration:
     return Declaration(settings=tuple(settings), tensors=tuple(tensors))
 
 
+def with_models(declaration: Declaration, captured: Mapping[str, Any]) -> Declaration:
+    """`declaration`, and what wrapped models compare where they enter a World: layers may be frozen since."""
+    settings, tensors = list(declaration.settings), list(declaration.tensors)
+    for name, value in captured.items():
+        if isinstance(value, DistributedDataParallel):
+            own = value.declaration()
+            settings += [(f"{setting} of State's '{name}'", found) for setting, found in own.settings]
+            tensors += [(f"{name}.{inner}", form) for inner, form in own.tensors]
+    return Declaration(settings=tuple(settings), tensors=tuple(tensors))
+
+
 def require_equal(captured: Mapping[str, Any]) -> None:
     """Raise `UsageError` on every rank of the default group if the ranks hold different things. Collective.
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -273,7 +273,7 @@ class InPlaceRun:
         """The World that this process was started for."""
         self._boundary = self._make_boundary()
         self._tell(Topic.PROGRESS, generation=self._generation, steps=0)
-        self._compare(self._exchange_standings()[1])
+        self._exchange_standings()
         comparison.require_equal(self._captured)
         self._state._first_world_size = dist.get_world_size()
         self._state.resume()
@@ -313,11 +313,11 @@ class InPlaceRun:
                 channel=self._channel,
                 within=bound,
             )
+            # First: who does not fit in goes alone, while models that differ end all ranks.
+            standings = self._exchange_standings()
             for model in self._models:
                 model.enter_world()
             self._boundary = self._make_boundary()
-            standings, digests = self._exchange_standings()
-        self._compare(digests)
         self._catching_up.go_on(standings, self._generation)
         self._is_valid = True
 
@@ -328,11 +328,12 @@ class InPlaceRun:
             is_change_near=lambda: self._channel.expects_newcomers,
         )
 
-    def _exchange_standings(self) -> tuple[list[Standing], list[int]]:
-        """Of all ranks: where they stand, and a number that tells whether their states fit together."""
+    def _exchange_standings(self) -> list[Standing]:
+        """Where all ranks stand, whose states fit together. Collective over the default group."""
         mine = self._catching_up.standing(valid=self._is_valid)
         numbers = [mine.valid, mine.committed, mine.sub_steps, mine.is_whole, mine.node]
-        row = torch.tensor([*map(int, numbers), comparison.digest(self._declaration)], device=device())
+        declaration = comparison.with_models(self._declaration, self._captured)
+        row = torch.tensor([*map(int, numbers), comparison.digest(declaration)], device=device())
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).tolist()
@@ -340,18 +341,19 @@ class InPlaceRun:
             Standing(valid=bool(valid), committed=steps, sub_steps=sub, is_whole=bool(is_whole), node=node)
             for valid, steps, sub, is_whole, node, _ in found
         ]
-        return standings, [digest for *_, digest in found]
+        if len({digest for *_, digest in found}) > 1:
+            self._part_from_strangers(standings, declaration)
+        return standings
 
-    def _compare(self, digests: list[int]) -> None:
-        """Raise `UsageError` on ranks whose state differs from rank 0's, which go; the others go on."""
-        if len(set(digests)) == 1:
-            return
-        declarations: list[Declaration | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(declarations, self._declaration)
-        first, mine = declarations[0], declarations[dist.get_rank()]
-        assert first is not None and mine is not None
-        if mine != first:
-            raise UsageError(f"this worker does not fit in: {describe_difference([first, mine])}")
+    def _part_from_strangers(self, standings: list[Standing], declaration: Declaration) -> NoReturn:
+        """Raise `UsageError` on ranks whose state differs from that of the first one with a state to go on
+        from, or rank 0's. They go; the others go on, in another World."""
+        declarations: list[Declaration | None] = [None] * len(standings)
+        dist.all_gather_object(declarations, declaration)
+        wanted = declarations[next((rank for rank, each in enumerate(standings) if each.valid), 0)]
+        assert wanted is not None
+        if declaration != wanted:
+            raise UsageError(f"this worker does not fit in: {describe_difference([wanted, declaration])}")
         raise CommunicationError("workers that do not fit in are in this World; another one follows")
 
 

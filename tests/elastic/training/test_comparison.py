@@ -264,3 +264,60 @@ def test_a_newcomer_whose_loader_differs_goes_and_the_others_go_on(tmp_path: Pat
     assert said[2].startswith(
         "ElasticSampler: the state was kept with policy='constant', here it is 'fixed_per_worker'"
     )
+
+
+def join_with_another_model(folder: Path, difference: str) -> None:
+    baguarun.init_process_group()
+    differs = read_worker_env().generation == 0
+    net: nn.Module = nn.Linear(1, 1)
+    if differs and difference == "layer":
+        net = nn.Sequential(net, nn.Linear(1, 1))
+    if differs and difference == "frozen":
+        net.bias.requires_grad_(False)
+    settings: dict[str, Any] = {}
+    if differs and difference == "algorithm":
+        settings["algorithm"] = "bytegrad"
+    if differs and difference == "setting":
+        settings["find_unused_parameters"] = True
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = baguarun.DistributedDataParallel(net, optimizers=[optimizer], **settings)
+    state = State(model=model, optimizer=optimizer)
+
+    def hold() -> None:
+        if state.committed_steps == 2 and read_worker_env().generation == 1:
+            (folder / f"holds-{os.getpid()}").touch()
+            hold_until_news()
+
+    try:
+        baguarun.elastic.run(take_steps)(state, make_loader(), hold)
+    except UsageError as refusal:
+        write(folder, refusal)
+        raise
+    write(folder, state.committed_steps)
+
+
+@pytest.mark.parametrize(
+    ("difference", "members", "found"),
+    [
+        ("layer", [0, 1, 2], "parameters of State's 'optimizer': "),
+        ("layer", [2, 0, 1], "parameters of State's 'optimizer': "),
+        ("algorithm", [0, 1, 2], "algorithm of State's 'model': "),
+        ("setting", [0, 1, 2], "find_unused_parameters of State's 'model': "),
+        ("frozen", [0, 1, 2], "parameter or buffer 1 is "),
+    ],
+)
+def test_a_newcomer_whose_model_differs_goes_and_the_others_go_on(
+    tmp_path: Path, difference: str, members: list[int], found: str
+) -> None:
+    with FakeAgent(join_with_another_model, tmp_path, difference) as agent:
+        agent.start(2)
+        agent.run_until(lambda: len(list(tmp_path.glob("holds-*"))) == 2)
+        newcomer = agent.start_newcomer(2)
+        agent.run_until(lambda: newcomer.ready is not None)
+        agent.change(members, polite=True)
+        agent.run_to_the_end()
+        assert agent.losses == [2]
+    said = sorted(path.read_text() for path in tmp_path.iterdir() if not path.name.startswith("holds"))
+    assert said[:2] == ["6", "6"]
+    assert said[2].startswith("this worker does not fit in: ")
+    assert found in said[2]
