@@ -70,7 +70,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._drop_last = bool(drop_last)
         self._policy = BatchPolicy(policy)
         self._rank, self._world_size = _own_place()
-        self._first_world_size = self._world_size
+        # None until training begins: a script may make it before its process group.
+        self._first_world_size: int | None = None
         self._order: list[int] = []
         self._order_epoch = -1
         self.epoch = 0
@@ -89,12 +90,17 @@ class ElasticSampler(Sampler[list[int]]):
     def global_batch(self) -> int:
         """Samples of all ranks in a full step."""
         constant = self._policy is BatchPolicy.CONSTANT
-        return self._batch_size * (self._first_world_size if constant else self._world_size)
+        return self._batch_size * (self.first_world_size if constant else self._world_size)
 
     @property
     def lr_factor(self) -> float:
         """What learning rates are to be multiplied by in this World."""
-        return self._world_size / self._first_world_size if self._policy is BatchPolicy.SCALE_LR else 1.0
+        return self._world_size / self.first_world_size if self._policy is BatchPolicy.SCALE_LR else 1.0
+
+    @property
+    def first_world_size(self) -> int:
+        """Workers that training began on, or would begin on now."""
+        return self._first_world_size or self._world_size
 
     @property
     def rank(self) -> int:
@@ -191,7 +197,7 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def place(self) -> Place:
         """All of `state_dict` that changes. Taken at every commit."""
-        return self.epoch, self.cursor, self._left, self._first_world_size
+        return self.epoch, self.cursor, self._left, self.first_world_size
 
     @property
     def _settings(self) -> dict[str, Any]:

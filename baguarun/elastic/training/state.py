@@ -263,8 +263,8 @@ class State:
         index = next(index for index in range(len(self._samplers) + 1) if index not in self._claimed)
         if index < len(self._places):
             sampler.load_state_dict(self._places[index])
-        elif self._first_world_size is not None:
-            sampler.begin_with(self._first_world_size)
+        else:
+            sampler.begin_with(self._first_world_size or sampler.first_world_size)
         # In place of one that the training function made anew when it was called again.
         self._samplers[index : index + 1] = [sampler]
         self._claimed.add(index)

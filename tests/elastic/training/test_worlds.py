@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from baguarun.comm.algorithms import Decentralized
 from baguarun.elastic import ElasticSampler
@@ -16,6 +17,7 @@ from tests.comm.ranks import run_ranks
 from tests.elastic.training.programs import (
     SAMPLES,
     Interrupted,
+    make_data,
     make_loader,
     make_state,
     train,
@@ -90,6 +92,33 @@ def weights_after_part_of_a_step(policy: str) -> tuple[int, float]:
 )
 def test_policies_say_what_becomes_of_batch_and_learning_rate(policy, wanted):
     assert run_ranks(weights_after_part_of_a_step, 3, policy) == [wanted] * 3
+
+
+def first_step_with(sampler: ElasticSampler, first_world_size: int | None) -> tuple[int, float]:
+    """Samples of the step, and what learning rates are multiplied by."""
+    if first_world_size is not None:
+        sampler.load_state_dict({**sampler.state_dict(), "first_world_size": first_world_size})
+    state = make_state(None, normalise=nn.LayerNorm)
+    [*_] = next(state.steps(DataLoader(make_data(), batch_sampler=sampler)))
+    state.commit()
+    return sampler.cursor, sampler.lr_factor
+
+
+@pytest.mark.parametrize(
+    ("policy", "first_world_size", "wanted"),
+    [
+        ("constant", None, (8, 1.0)),
+        ("scale_lr", None, (8, 1.0)),
+        ("constant", 3, (12, 1.0)),
+        ("scale_lr", 1, (8, 2.0)),
+    ],
+)
+def test_training_begins_on_as_many_as_there_are_though_the_sampler_was_made_before_the_group(
+    policy: str, first_world_size: int | None, wanted: tuple[int, float]
+) -> None:
+    """Unless it was put where another World has begun."""
+    sampler = ElasticSampler(make_data(), 4, policy=policy)
+    assert run_ranks(first_step_with, 2, sampler, first_world_size) == [wanted] * 2
 
 
 def replicas_go_on(folder: Path, world_size: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
