@@ -103,7 +103,15 @@ class CheckpointFolder:
         self._join()
         self.report()
         if self._writers is None:
-            self._writers = self._find_writers()
+            try:
+                self._writers = self._find_writers()
+            except CheckpointError as error:
+                # On all ranks, and looked for again when the next one is due.
+                if wait:
+                    raise
+                if _rank() == 0:
+                    self._failure = str(error)
+                return
             self._begun = 0
         # Two of one commit must not meet: others may begin the second one while rank 0 publishes the first.
         self._begun += 1
@@ -275,7 +283,7 @@ class CheckpointFolder:
         return found
 
     def _find_writers(self) -> _Writers:
-        """Ranks that see what rank 0 writes. Collective."""
+        """Ranks that see what rank 0 writes. Collective; raises `CheckpointError` on all if it cannot."""
         life = _gather(uuid.uuid4().hex[:8])[0]
         token = self._root / f"probe-{life}"
         trouble = None
@@ -287,10 +295,12 @@ class CheckpointFolder:
                 trouble = f"{self._root}: {error}"
         if (found := _gather(trouble)[0]) is not None:
             raise CheckpointError(f"the checkpoints' folder cannot be written: {found}")
-        sharing = {rank for rank, sees in enumerate(_gather(token.exists())) if sees}
+        sharing = {rank for rank, sees in enumerate(_gather(_rank() == 0 or _exists(token))) if sees}
         _gather(None)
         if _rank() == 0:
-            token.unlink()
+            # An empty file that stays is no harm, and a rank that raises alone would be waited for.
+            with contextlib.suppress(OSError):
+                token.unlink()
             if len(sharing) < _world_size():
                 print(
                     f"baguarun: {_world_size() - len(sharing)} of {_world_size()} workers do not see rank "
@@ -321,6 +331,14 @@ def _save(value: Any, path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(partial, path)
+
+
+def _exists(path: Path) -> bool:
+    """Whether this rank can see that file."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _load(path: Path) -> Any:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +195,63 @@ def test_a_write_that_fails_beside_training_is_told_and_training_goes_on(tmp_pat
     assert capfd.readouterr().err.count("baguarun: no checkpoint: step") == 2
     with pytest.raises(baguarun.errors.BaguarunError, match="step 3"):
         state.save()
+
+
+def commit_without_a_folder(folder) -> tuple[int, str, str]:
+    """In a World after the one that could write: this rank's steps, what it says, and what `save` raises."""
+    state = make_state(folder, every_steps=1)
+    commit(state, 1)
+    state._folder.leave_world()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+        folder.touch()
+    dist.barrier()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        commit(state, 2)
+    with pytest.raises(CheckpointError) as refusal:
+        state.save()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folder.unlink()
+    dist.barrier()
+    commit(state, 1)
+    return state.committed_steps, told.getvalue(), str(refusal.value)
+
+
+def test_a_folder_that_a_new_world_cannot_write_is_told_by_one_rank_and_training_goes_on(tmp_path):
+    folder = tmp_path / "kept"
+    reason = f"the checkpoints' folder cannot be written: {folder}: [Errno 17] File exists: '{folder}'"
+    told = f"baguarun: no checkpoint: {reason}\n" * 2
+    assert run_ranks(commit_without_a_folder, 2, folder) == [(4, told, reason), (4, "", reason)]
+    # It goes on there as soon as it can.
+    assert names(folder) == ["step-000000000004"]
+
+
+def save_where_one_rank_cannot_look(folder) -> str:
+    state = make_state(folder)
+
+    def refuse(path, **_settings):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    if dist.get_rank() == 1:
+        Path.exists = refuse
+    else:
+        # Nor take back what it has put there to be seen.
+        Path.unlink = refuse
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        state.save()
+    return told.getvalue()
+
+
+def test_a_rank_that_cannot_look_into_the_folder_does_not_see_it(tmp_path):
+    told, _ = run_ranks(save_where_one_rank_cannot_look, 2, tmp_path)
+    assert told.startswith("baguarun: 1 of 2 workers do not see rank 0's folder")
+    assert sorted(path.name for path in tmp_path.glob("step-*/*")) == [
+        "checkpoint.json",
+        "rank-00000.pt",
+        "shared.pt",
+    ]
 
 
 @pytest.mark.parametrize(
