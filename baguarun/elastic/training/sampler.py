@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from baguarun.errors import UsageError
 
 Place = tuple[int, int, Spans, int]
 """Where a sampler stands: `epoch`, `cursor`, what is left of the epoch, workers at the beginning."""
+
+_OPTIONAL_SETTINGS = ("shuffle", "seed", "drop_last", "policy", "name")
 
 FIRST_SAMPLES = "first_samples"
 """In a place to go on from, where the step that comes next is applied already: with so many samples, which
@@ -53,9 +55,13 @@ class ElasticSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
         policy: str = BatchPolicy.CONSTANT.value,
+        name: str = "",
     ) -> None:
         """`batch_size`: samples of one worker in one step when training begins, and the most in one
         micro-batch ever. `drop_last` leaves out an epoch's last step if it is short. Equal on all ranks.
+
+        `name` tells loaders of the same data and settings apart, for a script that goes on and does not use
+        them in the order in which they were first used.
         """
         if batch_size < 1:
             raise UsageError(f"ElasticSampler: batch_size={batch_size}; want at least 1")
@@ -69,6 +75,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._seed = int(seed)
         self._drop_last = bool(drop_last)
         self._policy = BatchPolicy(policy)
+        self.name = str(name)
+        """Which of a script's loaders this is; empty if only its settings tell."""
         self._rank, self._world_size = _own_place()
         # None until training begins: a script may make it before its process group.
         self._first_world_size: int | None = None
@@ -190,6 +198,14 @@ class ElasticSampler(Sampler[list[int]]):
         self._left = complement(settlement.done, self._length)
         self.cursor = self._first_cursor = size(settlement.done)
 
+    @classmethod
+    def standing_at(cls, state: dict[str, Any]) -> ElasticSampler:
+        """Of the data and settings of `state_dict`, and in its place: for a loader that is not there yet."""
+        settings = {name: state[name] for name in _OPTIONAL_SETTINGS if name in state}
+        sampler = cls(range(state["length"]), state["batch_size"], **settings)
+        sampler.load_state_dict(state)
+        return sampler
+
     def begin_with(self, world_size: int) -> None:
         """Training began on so many workers, whatever their number is now."""
         self._first_world_size = world_size
@@ -209,6 +225,7 @@ class ElasticSampler(Sampler[list[int]]):
             "seed": self._seed,
             "drop_last": self._drop_last,
             "policy": self._policy.value,
+            "name": self.name,
         }
 
     def state_dict(self, place: Place | None = None) -> dict[str, Any]:
@@ -222,15 +239,25 @@ class ElasticSampler(Sampler[list[int]]):
             **self._settings,
         }
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether that is a place in the same order of the same data, of this name or of none."""
+        return next(self._differences(state), None) is None
+
+    def _differences(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Names of settings, and what they are here."""
+        for name, here in self._settings.items():
+            # Early checkpoints have not all of them, and a loader may be given a name later.
+            kept = state.get(name, here)
+            if kept != here and not (name == "name" and kept == ""):
+                yield name, here
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, in a World of any size. Raises `UsageError` if the order would be another."""
-        for name, here in self._settings.items():
-            # Early checkpoints have not all of them.
-            if state.get(name, here) != here:
-                raise UsageError(
-                    f"ElasticSampler: the state was kept with {name}={state[name]!r}, here it is {here!r}; "
-                    "want the same data and settings, else samples would be left out or repeated"
-                )
+        for name, here in self._differences(state):
+            raise UsageError(
+                f"ElasticSampler: the state was kept with {name}={state[name]!r}, here it is {here!r}; "
+                "want the same data and settings, else samples would be left out or repeated"
+            )
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
         self._left = [(first, end) for first, end in state.get("left", [])]
         self._first_cursor = self.cursor

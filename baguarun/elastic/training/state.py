@@ -15,6 +15,7 @@ from baguarun.elastic.training.checkpoints import CheckpointFolder, Checkpoints
 from baguarun.elastic.training.dealing import Deal
 from baguarun.elastic.training.default_group import has_others
 from baguarun.elastic.training.learning_rates import scale_learning_rates
+from baguarun.elastic.training.places import index_of
 from baguarun.elastic.training.random_state import seeded_for_epoch
 from baguarun.elastic.training.sampler import ElasticSampler, Place
 from baguarun.elastic.training.snapshot import Snapshot
@@ -260,11 +261,15 @@ class State:
             self._claimed.add(self._samplers.index(sampler))
             return sampler
         sampler.enter_world()
-        index = next(index for index in range(len(self._samplers) + 1) if index not in self._claimed)
+        index = index_of(sampler, self._places, self._claimed)
         if index < len(self._places):
             sampler.load_state_dict(self._places[index])
         else:
             sampler.begin_with(self._first_world_size or sampler.first_world_size)
+        # Places before that one are of loaders that the script is done with, or uses later.
+        others = [ElasticSampler.standing_at(place) for place in self._places[len(self._samplers) : index]]
+        self._samplers += others
+        self._committed += [other.place for other in others]
         # In place of one that the training function made anew when it was called again.
         self._samplers[index : index + 1] = [sampler]
         self._claimed.add(index)

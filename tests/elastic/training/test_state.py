@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,6 +227,100 @@ class Seeds(Dataset):
 
     def __getitem__(self, index: int) -> int:
         return torch.initial_seed()
+
+
+Loaders = dict[str, DataLoader]
+
+
+def make_phases(folder: Path, **settings_of: dict[str, Any]) -> tuple[State, Loaders]:
+    def make(length: int = 20, **settings: Any) -> DataLoader:
+        return DataLoader(range(length), batch_sampler=ElasticSampler(range(length), 3, **settings))
+
+    state = State(checkpoints=Checkpoints(folder=folder), phase=0)
+    return state, {name: make(**settings) for name, settings in settings_of.items()}
+
+
+def take_samples(state: State, loader: DataLoader, steps: int = 100) -> list[int]:
+    found: list[int] = []
+    for micro_batches, _ in zip(state.steps(loader), range(steps), strict=False):
+        for batch in micro_batches:
+            found += batch.tolist()
+        state.commit()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param({}, {"length": 25}, id="other data"),
+        pytest.param({}, {"seed": 1}, id="another seed"),
+        pytest.param({"name": "warm-up"}, {"name": "training"}, id="other names"),
+        pytest.param({}, {"name": "training"}, id="one name"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_script_goes_on_in_its_second_phase_where_it_was_with_that_loader(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    state, loaders = make_phases(tmp_path, first=first, second=second)
+    take_samples(state, loaders["first"])
+    begun = take_samples(state, loaders["second"], 2)
+    state.save()
+    for _ in range(2):
+        state, loaders = make_phases(tmp_path, first=first, second=second, third={"length": 7})
+        assert state.load()
+        begun += take_samples(state, loaders["second"], 2)
+        state.save()
+    rest = take_samples(state, loaders["second"])
+    assert sorted(begun + rest) == list(range(second.get("length", 20)))
+    assert loaders["second"].batch_sampler.epoch == 1
+    assert len(take_samples(state, loaders["third"])) == 7
+    # The place of the first one is kept as well.
+    assert len(take_samples(state, loaders["first"])) == 20
+    assert loaders["first"].batch_sampler.epoch == 2
+
+
+def test_a_loader_with_a_name_begins_though_a_place_of_another_one_is_kept(tmp_path: Path) -> None:
+    settings = {"first": {"name": "warm-up"}, "second": {"name": "training"}}
+    state, loaders = make_phases(tmp_path, **settings)
+    take_samples(state, loaders["first"], 4)
+    state.save()
+    state, loaders = make_phases(tmp_path, **settings)
+    assert state.load()
+    assert len(take_samples(state, loaders["second"])) == 20
+    state.save()
+    state, loaders = make_phases(tmp_path, **settings)
+    assert state.load()
+    assert [len(take_samples(state, loader)) for loader in loaders.values()] == [8, 20]
+
+
+def test_loaders_that_nothing_tells_apart_go_on_in_their_order_and_it_is_said(tmp_path: Path) -> None:
+    state, loaders = make_phases(tmp_path, first={}, second={})
+    take_samples(state, loaders["first"], 4)
+    take_samples(state, loaders["second"], 2)
+    state.save()
+    state, loaders = make_phases(tmp_path, first={}, second={"name": "given later"})
+    assert state.load()
+    with pytest.warns(
+        UserWarning, match=r"2 loaders of the same data .* want ElasticSampler\(..., name=...\)"
+    ):
+        assert len(take_samples(state, loaders["first"])) == 8
+    assert len(take_samples(state, loaders["second"])) == 14
+
+
+@pytest.mark.parametrize("second", [{"length": 16}, {"name": "training"}])
+def test_a_loader_whose_settings_have_changed_is_refused(tmp_path: Path, second: dict[str, Any]) -> None:
+    """Though one that was used before it is the same."""
+    state, loaders = make_phases(tmp_path, first={"seed": 1}, second=second)
+    for loader in loaders.values():
+        take_samples(state, loader, 2)
+    state.save()
+    state, loaders = make_phases(tmp_path, first={"seed": 1}, second={})
+    assert state.load()
+    take_samples(state, loaders["first"])
+    [(name, value)] = second.items()
+    with pytest.raises(UsageError, match=f"was kept with {name}={value!r}, here it is "):
+        take_samples(state, loaders["second"])
 
 
 def test_only_a_state_can_be_run():
