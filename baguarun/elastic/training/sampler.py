@@ -93,6 +93,8 @@ class ElasticSampler(Sampler[list[int]]):
         # Samples of the step there, if it is gone through once more and was one of another World.
         self._first_samples: int | None = None
         self._deals_nothing = False
+        self.leaves_none_out = False
+        """Whether a rank without a sample in a step is given another one's, to go through it like all."""
 
     @property
     def global_batch(self) -> int:
@@ -142,12 +144,17 @@ class ElasticSampler(Sampler[list[int]]):
             return
         order = self._sequence()
         for deal in self.deals():
-            for micro_batch in deal.micro_batches(self._rank):
+            for micro_batch in self.micro_batches(deal):
                 yield order[micro_batch.start : micro_batch.stop]
+
+    def micro_batches(self, deal: Deal) -> list[range]:
+        """What this rank is given in that step, as places in what is dealt."""
+        own = deal.micro_batches(self._rank)
+        return [range(deal.first, deal.first + 1)] if self.leaves_none_out and not own else own
 
     def __len__(self) -> int:
         """This rank's micro-batches from here to the end of the epoch."""
-        return sum(len(deal.micro_batches(self._rank)) for deal in self.deals())
+        return sum(len(self.micro_batches(deal)) for deal in self.deals())
 
     @contextmanager
     def dealing_nothing(self) -> Iterator[None]:

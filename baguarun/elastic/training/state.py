@@ -125,10 +125,11 @@ class State:
         sampler = self._sampler_of(loader)
         self._require_alike(sampler)
         models = [value for value in self._captured.values() if isinstance(value, DistributedDataParallel)]
+        sampler.leaves_none_out = len(models) > 1
         with seeded_for_epoch(self._samplers.index(sampler), sampler.epoch):
             batches = iter(loader)
         for deal in sampler.deals():
-            step = MicroBatches(batches, deal, sampler.rank, models)
+            step = MicroBatches(batches, deal, sampler, models)
             self._open = (sampler, deal, step)
             yield step
             self._check()

@@ -9,6 +9,7 @@ from typing import Any
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.weighting import MicroBatch
 from baguarun.elastic.training.dealing import Deal
+from baguarun.elastic.training.sampler import ElasticSampler
 from baguarun.errors import UsageError
 
 
@@ -16,16 +17,22 @@ class MicroBatches:
     """Iterate over it once, with forward and backward of each batch, before the optimizer steps.
 
     Weights are such that the gradient is that of the mean loss over all samples of the step, on any number of
-    ranks. On a rank without a sample there is nothing to iterate over, and it still takes part.
+    ranks. On a rank without a sample there is nothing to iterate over, and it still takes part. With several
+    models it is given one that counts nothing: only the script knows which of them come in which order.
     """
 
     def __init__(
-        self, batches: Iterator[Any], deal: Deal, rank: int, models: Sequence[DistributedDataParallel]
+        self,
+        batches: Iterator[Any],
+        deal: Deal,
+        sampler: ElasticSampler,
+        models: Sequence[DistributedDataParallel],
     ) -> None:
         self._batches = batches
         self._deal = deal
         self._models = models
-        self._places = deal.micro_batches(rank)
+        self._places = sampler.micro_batches(deal)
+        self._share = len(deal.share(sampler.rank))
         self.is_done = False
         """Whether all of them were taken."""
         if not models and any(deal.weight(places) != 1 for places in self._places):
@@ -41,11 +48,10 @@ class MicroBatches:
         if not self._places:
             for model in self._models:
                 model.take_part()
-        share = sum(map(len, self._places))
         for index, places in enumerate(self._places):
             part = MicroBatch(
-                weight_of_step=self._deal.weight(places),
-                weight_of_rank=len(places) / share,
+                weight_of_step=self._deal.weight(places) if self._share else 0.0,
+                weight_of_rank=len(places) / self._share if self._share else 0.0,
                 is_first=index == 0,
                 is_last=index == len(self._places) - 1,
             )
