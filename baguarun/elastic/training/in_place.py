@@ -353,7 +353,9 @@ class InPlaceRun:
         wanted = declarations[next((rank for rank, each in enumerate(standings) if each.valid), 0)]
         assert wanted is not None
         if declaration != wanted:
-            raise UsageError(f"this worker does not fit in: {describe_difference([wanted, declaration])}")
+            # This rank among ranks that all fit together, so that it is named by its number.
+            shown = [declaration if rank == dist.get_rank() else wanted for rank in range(len(standings))]
+            raise UsageError(f"this worker does not fit in: {describe_difference(shown)}")
         raise CommunicationError("workers that do not fit in are in this World; another one follows")
 
 

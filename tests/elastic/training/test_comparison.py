@@ -299,12 +299,13 @@ def join_with_another_model(folder: Path, difference: str) -> None:
 @pytest.mark.parametrize(
     ("difference", "members", "found"),
     [
-        ("layer", [0, 1, 2], "parameters of State's 'optimizer': "),
-        ("layer", [2, 0, 1], "parameters of State's 'optimizer': "),
-        ("algorithm", [0, 1, 2], "algorithm of State's 'model': "),
-        ("setting", [0, 1, 2], "find_unused_parameters of State's 'model': "),
+        ("layer", [0, 1, 2], "parameters of State's 'optimizer': rank 0 has [[[1, 1], [1]]], rank 2 has "),
+        ("layer", [2, 0, 1], "parameters of State's 'optimizer': rank 0 has [[[1, 1], [1], [1, 1], [1]]], "),
+        ("algorithm", [0, 1, 2], "algorithm of State's 'model': rank 0 has GradientAllReduce("),
+        ("setting", [0, 1, 2], "find_unused_parameters of State's 'model': rank 0 has False, rank 2 has "),
         ("frozen", [0, 1, 2], "parameter or buffer 1 is "),
     ],
+    ids=str,
 )
 def test_a_newcomer_whose_model_differs_goes_and_the_others_go_on(
     tmp_path: Path, difference: str, members: list[int], found: str
