@@ -29,6 +29,8 @@ from tests.lab.steps import ELASTIC_WORKER, Step
 AGENTS = 4
 LOAD_PER_CORE = 1
 _START_CAP_S = 300.0
+_MOST_STANDING_S = 10.0
+"""A job whose last step is longer ago has not been calm, but ended."""
 _HICCUP_S = 0.05
 """An agent's event loop that parses, or collects garbage, holds the interpreter for so long each second."""
 
@@ -83,6 +85,10 @@ class TrainingJob:
     def __init__(self, detect_timeout_s: float) -> None:
         self.steps: list[Step] = []
         self.logs = ""
+        self.ended_s = 0.0
+        """When nobody watched any more, by the clock of the steps."""
+        self.is_over = threading.Event()
+        """Set: nobody wants to know any more."""
         self._detect_timeout_s = detect_timeout_s
 
     def watch(self, seconds: float, has_begun: threading.Event) -> None:
@@ -103,7 +109,8 @@ class TrainingJob:
                 job.wait_for_world(4, _START_CAP_S)
                 has_begun.set()
                 began_s = time.time()
-                time.sleep(seconds)
+                self.is_over.wait(seconds)
+                self.ended_s = time.time()
                 self.steps = job.steps.since(began_s)
                 self.logs = job.logs(tail_chars=4000)
 
@@ -153,16 +160,24 @@ def main(argv: list[str] | None = None) -> int:
     job, has_begun = TrainingJob(options.detect_timeout), threading.Event()
     watching = threading.Thread(target=job.watch, args=(seconds, has_begun))
     watching.start()
-    if not has_begun.wait(_START_CAP_S):
-        raise RuntimeError("the job did not begin to train")
-    heard = run(settings, seconds)
-    watching.join()
+    try:
+        if not has_begun.wait(_START_CAP_S):
+            raise RuntimeError("the job did not begin to train")
+        heard = run(settings, seconds)
+    except BaseException:
+        job.is_over.set()
+        raise
+    finally:
+        watching.join()
     report.raw["heard"] = [vars(found) for found in heard]
     generations = sorted({step.generation for step in job.steps})
     if len(generations) > 1:
         print(job.logs, file=sys.stderr)
     # The pauses of one worker: as long as its World was not disturbed.
     of_one = [step.time for step in job.steps if step.rank == 0]
+    if job.ended_s - of_one[-1] > _MOST_STANDING_S:
+        print(job.logs, file=sys.stderr)
+        raise RuntimeError(f"the job's last step was {job.ended_s - of_one[-1]:.0f} s before the end")
     pause_s = max(later - earlier for earlier, later in itertools.pairwise(of_one))
     report.rows.append(
         Row(

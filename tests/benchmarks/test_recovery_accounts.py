@@ -45,6 +45,13 @@ def test_a_sample_in_two_steps_came_twice_unless_it_was_reported_as_lost() -> No
     assert accounts(told, "gradient_allreduce", SAMPLES) != []
 
 
+def test_a_sample_comes_twice_also_in_the_epoch_under_way() -> None:
+    again = [replace(step, step=6, epoch=2) for step in lines() if step.step == 5 and step.rank == 0]
+    assert accounts(lines() + again, "diloco", SAMPLES) == [
+        "2 samples came twice, 0 were reported as lost and dealt again"
+    ]
+
+
 def test_a_sample_is_missing_unless_it_was_reported_as_not_dealt_again() -> None:
     fewer = [replace(step, samples=step.samples[1:]) if step.step == 2 else step for step in lines()]
     told = [replace(step, lost_samples=2) for step in fewer]
