@@ -118,9 +118,10 @@ class NodeAgent(ABC):
             return await ending
         finally:
             self._forget_workers()
-            for task in tasks:
+            all_tasks = (*tasks, *self._tasks)
+            for task in all_tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*all_tasks, return_exceptions=True)
 
     async def _follow(self, session: Session) -> None:
         async for event in session.events:

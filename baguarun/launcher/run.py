@@ -109,9 +109,11 @@ class _Node:
         except JobFailedError as error:
             self._report(error, getattr(error, "failure", None))
             return error.exit_code
-        except Exception:
+        except Exception as error:
             if workers is not None:
                 # What ends the agent is no fault of theirs: they may save their work, as when it leaves.
+                if self._status.workers_running:
+                    self._logs.say(f"baguarun: {error}: stopping the workers (a signal: kill them at once)")
                 await stop_or_hurry(workers, self._settings.shutdown_timeout_s, self._signals)
             raise
         finally:

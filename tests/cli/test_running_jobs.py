@@ -199,8 +199,10 @@ def test_a_private_store_that_does_not_answer_hides_no_other_job(site: Site) -> 
         site.until(lambda job: job["state"] == "running", job_id, store=False)
     (etcd,) = (child for child in psutil.Process(frozen.pid).children() if child.name() == "etcd")
     etcd.suspend()
-    done = site.ask("jobs", store=False)
-    etcd.resume()
+    try:
+        done = site.ask("jobs", store=False)
+    finally:
+        etcd.resume()
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["JOB", "well"]
     assert "baguarun: job 'frozen': store etcd://" in done.stderr

@@ -7,7 +7,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -335,7 +336,8 @@ class InPlaceRun:
         declaration = comparison.with_models(self._declaration, self._captured)
         row = torch.tensor([*map(int, numbers), comparison.digest(declaration)], device=device())
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
+        with _communicating():
+            dist.all_gather(rows, row)
         found = torch.stack(rows).tolist()
         standings = [
             Standing(valid=bool(valid), committed=steps, sub_steps=sub, is_whole=bool(is_whole), node=node)
@@ -349,7 +351,8 @@ class InPlaceRun:
         """Raise `UsageError` on ranks whose state differs from that of the first one with a state to go on
         from, or rank 0's. They go; the others go on, in another World."""
         declarations: list[Declaration | None] = [None] * len(standings)
-        dist.all_gather_object(declarations, declaration)
+        with _communicating():
+            dist.all_gather_object(declarations, declaration)
         wanted = declarations[next((rank for rank, each in enumerate(standings) if each.valid), 0)]
         assert wanted is not None
         if declaration != wanted:
@@ -357,6 +360,15 @@ class InPlaceRun:
             shown = [declaration if rank == dist.get_rank() else wanted for rank in range(len(standings))]
             raise UsageError(f"this worker does not fit in: {describe_difference(shown)}")
         raise CommunicationError("workers that do not fit in are in this World; another one follows")
+
+
+@contextmanager
+def _communicating() -> Iterator[None]:
+    """Around collectives that may be a World's first: Gloo says that a rank is gone by any `RuntimeError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"ranks could not tell each other where they stand: {error}") from error
 
 
 def control_channel(env: WorkerEnv) -> ControlChannel | None:

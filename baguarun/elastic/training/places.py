@@ -16,7 +16,8 @@ def index_of(sampler: ElasticSampler, places: Sequence[Mapping[str, Any]], claim
 
     Warns if it is the first of several that are not the same: loaders come in the order in which they were
     first used, unless the script has gone on to a later one. If there is none, and the next one of that order
-    was kept with other settings, that is returned all the same, for `load_state_dict` to say what differs.
+    was kept with other settings, that is returned all the same, for `load_state_dict` to say what differs; of
+    one that the script has gone past nobody can tell, and a warning is all.
     """
     free = [index for index in range(len(places)) if index not in claimed]
     fitting = [index for index in free if sampler.fits(places[index])]
@@ -35,6 +36,13 @@ def index_of(sampler: ElasticSampler, places: Sequence[Mapping[str, Any]], claim
     for index in free:
         if index > last and (not sampler.name or places[index].get("name", "") in ("", sampler.name)):
             return index
+    amid = [index for index in free if places[index]["cursor"] or places[index].get("left")]
+    if amid and not sampler.name:
+        warnings.warn(
+            f"State.steps: {len(amid)} loaders that were used before stand amid an epoch, none of this data "
+            "and these settings; the loader begins anew. If it is one of them, samples are repeated or lost",
+            stacklevel=4,
+        )
     return next(index for index in itertools.count(len(places)) if index not in claimed)
 
 

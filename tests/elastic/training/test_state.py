@@ -323,6 +323,20 @@ def test_a_loader_whose_settings_have_changed_is_refused(tmp_path: Path, second:
         take_samples(state, loaders["second"])
 
 
+def test_a_loader_of_other_settings_that_is_come_back_to_begins_anew_with_a_warning(tmp_path: Path) -> None:
+    state, loaders = make_phases(tmp_path, first={"seed": 1}, second={})
+    for loader in loaders.values():
+        take_samples(state, loader, 2)
+    state.save()
+    state, loaders = make_phases(tmp_path, first={"seed": 1, "length": 16}, second={})
+    assert state.load()
+    take_samples(state, loaders["second"])
+    with pytest.warns(
+        UserWarning, match="1 loaders that were used before stand amid an epoch, none of this data"
+    ):
+        take_samples(state, loaders["first"])
+
+
 def test_only_a_state_can_be_run():
     with pytest.raises(UsageError, match="want a State"):
         baguarun.elastic.run(print)("state")
