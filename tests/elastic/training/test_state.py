@@ -332,7 +332,7 @@ def test_a_loader_of_other_settings_that_is_come_back_to_begins_anew_with_a_warn
     assert state.load()
     take_samples(state, loaders["second"])
     with pytest.warns(
-        UserWarning, match="1 loaders that were used before stand amid an epoch, none of this data"
+        UserWarning, match="1 loaders that were used before stand amid an epoch"
     ):
         take_samples(state, loaders["first"])
 
