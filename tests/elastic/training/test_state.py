@@ -331,9 +331,7 @@ def test_a_loader_of_other_settings_that_is_come_back_to_begins_anew_with_a_warn
     state, loaders = make_phases(tmp_path, first={"seed": 1, "length": 16}, second={})
     assert state.load()
     take_samples(state, loaders["second"])
-    with pytest.warns(
-        UserWarning, match="1 loaders that were used before stand amid an epoch"
-    ):
+    with pytest.warns(UserWarning, match="1 loaders that were used before stand amid an epoch"):
         take_samples(state, loaders["first"])
 
 
