@@ -5,6 +5,10 @@ took. The parts of a step alone, which the model has, are measured in jobs of fo
 else in them, one before the others and one after them. The bytes that the NIC counted, the headers of its
 packets aside, must be the model's: 5 % off fails the run. Targets are in `algorithm_targets.py`.
 
+How much a step grows by latency is measured against the same contestants behind a delay line that holds
+nothing back (`line` among the delays), where there are such: packets that go through it take time of the
+cores and come in groups, which is no latency.
+
 Needs root (network namespaces, `tests/lab`); latencies need the lab's delay line.
 """
 
@@ -71,24 +75,27 @@ _BY_RAIL = (
 )
 """Where a host has several ranks: with and without the hierarchy, which most have by default."""
 _RATES = {"unlimited": None, "1000": 1000.0, "100": 100.0}
+_LINE = "line"
 _CONTESTANTS_PER_JOB = 14
 _SAMPLES_PER_STEP = 32 * RANKS
 _MODEL = "mlp"
 
 
-def networks(hosts: list[int], rates: list[str], delays_ms: list[float]) -> list[Network]:
-    """Every combination."""
+def networks(hosts: list[int], rates: list[str], delays_ms: list[str]) -> list[Network]:
+    """Every combination. A delay is a number, 0 of them without a delay line, or `line`."""
     found = []
     for count in hosts:
         for rate in rates:
-            for delay_ms in delays_ms:
+            for delay in delays_ms:
                 speed = "unlimited" if _RATES[rate] is None else f"{rate} Mbit/s"
+                delay_ms = 0.0 if delay == _LINE else float(delay)
+                late = "0 ms by the delay line" if delay == _LINE else f"{delay_ms:g} ms"
                 found.append(
                     Network(
-                        f"{count} hosts of {RANKS // count}, {speed}, {delay_ms:g} ms",
+                        f"{count} hosts of {RANKS // count}, {speed}, {late}",
                         _RATES[rate],
                         hosts=count,
-                        delay_ms=delay_ms or None,
+                        delay_ms=0.0 if delay == _LINE else delay_ms or None,
                     )
                 )
     return found
@@ -164,7 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("algorithms", __doc__ or "")
     options.add_argument("--hosts", default=f"{RANKS},2", help="numbers of hosts (default %(default)s)")
     options.add_argument("--rates", default=",".join(_RATES), help="Mbit/s (default %(default)s)")
-    options.add_argument("--delays-ms", default="0,5", help="one way (default %(default)s)")
+    options.add_argument(
+        "--delays-ms", default="0,line,5", help="one way; line: 0 by a delay line (default %(default)s)"
+    )
     options.add_argument("--cases", default=",".join((*_PEERS, *_OURS)), help="contestants besides ddp")
     options.add_argument(
         "--rail-cases", default=",".join(_BY_RAIL), help="further ones where hosts have several ranks"
@@ -192,9 +201,9 @@ def main(argv: list[str] | None = None) -> int:
     places = networks(
         [int(word) for word in args.hosts.split(",")],
         args.rates.split(","),
-        [float(word) for word in args.delays_ms.split(",")],
+        args.delays_ms.split(","),
     )
-    if any(network.delay_ms for network in places):
+    if any(network.delay_ms is not None for network in places):
         # A run of an hour should not end where it comes to the first latency.
         delay_program()
     seen: dict[tuple[int, float | None, float | None], dict[str, Measured]] = {}
@@ -210,8 +219,12 @@ def main(argv: list[str] | None = None) -> int:
         cluster = Cluster(
             hosts=network.hosts, ranks=RANKS, rate_mbit=network.rate_mbit, delay_ms=network.delay_ms or 0.0
         )
-        rows = judge(network.name, cluster, gradients(), found, _SAMPLES_PER_STEP)
-        if network.delay_ms and (fast := seen.get((network.hosts, network.rate_mbit, None))):
+        place = network.hosts, network.rate_mbit
+        # What only passes a delay line is there to be compared with what waits in it.
+        rows = []
+        if network.delay_ms != 0.0:
+            rows += judge(network.name, cluster, gradients(), found, _SAMPLES_PER_STEP)
+        if network.delay_ms and (fast := seen.get((*place, 0.0), seen.get((*place, None)))):
             rows += judge_latency(fast, found, network.name)
         for row in rows:
             report.rows.append(row)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.algorithm_targets import Measured, judge, judge_latency
-from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, jobs, medians
+from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, jobs, medians, networks
 from benchmarks.cost_model import Alone, Behind, Cluster, Cost, Gradients, cost_of, limit_s
 from benchmarks.harness import Row
 
@@ -332,6 +332,12 @@ def test_everybody_is_in_one_job_and_yardsticks_in_all_that_need_them() -> None:
     for nearly_alone in ("async_model_average", "diloco_overlapped"):
         assert all("alone" in job for job in found if nearly_alone in job)
     assert jobs(["ddp"]) == [("ddp",)]
+
+
+def test_what_only_passes_a_delay_line_is_another_network_than_one_without() -> None:
+    places = networks([4, 2], ["100"], ["0", "line", "5"])
+    assert [place.delay_ms for place in places] == [None, 0.0, 5.0] * 2
+    assert len({place.name for place in places}) == 6
 
 
 def test_a_little_slower_is_allowed_only_where_no_win_is_predicted() -> None:
