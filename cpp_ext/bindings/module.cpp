@@ -273,17 +273,18 @@ void bindMomentumUpdate(py::module_& module) {
       "apply_momentum",
       [](const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& momenta,
          const std::vector<at::Tensor>& averages, const std::vector<at::Tensor>& denominators,
-         const std::vector<double>& sizes) {
+         const std::vector<double>& sizes, double decay) {
         std::vector<engine::MomentumUpdate> updates;
         for (size_t i = 0; i < parameters.size(); ++i) {
-          updates.push_back({parameters[i], momenta.at(i), averages.at(i), denominators.at(i), sizes.at(i)});
+          updates.push_back(
+              {parameters[i], momenta.at(i), averages.at(i), denominators.at(i), sizes.at(i), decay});
         }
         return engine::update(updates);
       },
       py::arg("parameters"), py::arg("momenta"), py::arg("averages"), py::arg("denominators"),
-      py::arg("sizes"), withoutGil,
-      "average = momentum; parameter += size * momentum / denominator, of tensors on the CPU. Returns "
-      "whether all of the momentum was finite.");
+      py::arg("sizes"), py::arg("decay") = 0.0, withoutGil,
+      "average = momentum + decay * parameter; parameter += size * average / denominator, of tensors on the "
+      "CPU. Returns whether all of the average is finite.");
   module.def("all_finite", &engine::allFinite, py::arg("tensors"), withoutGil,
              "Whether there is neither an infinity nor a NaN in tensors on the CPU.");
 }

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -84,6 +85,13 @@ BAGUARUN_CLONES uint32_t step(const float* momentum, const float* denominator, f
   return greatest;
 }
 
+BAGUARUN_CLONES void addDecay(const float* momentum, const float* parameter, float decay, int64_t n,
+                              float* sum) {
+  for (int64_t i = 0; i < n; ++i) {
+    sum[i] = momentum[i] + decay * parameter[i];
+  }
+}
+
 bool isFloats(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_non_overlapping_and_dense();
 }
@@ -103,12 +111,19 @@ bool updateFloats(const MomentumUpdate& update) {
   const auto* const momentum = update.momentum.const_data_ptr<float>();
   const auto* const denominator = update.denominator.const_data_ptr<float>();
   const auto size = static_cast<float>(update.size);
+  const auto decay = static_cast<float>(update.decay);
   std::atomic<bool> finite{true};
   at::parallel_for(0, update.parameter.numel(), kGrainElems, [&](int64_t begin, int64_t end) {
     uint32_t greatest = 0;
+    std::array<float, kBlockElems> decayed;
     forBlocks(begin, end, [&](int64_t first, int64_t n) {
-      greatest = std::max(greatest, step(momentum + first, denominator + first, size, n, parameter + first));
-      stream(momentum + first, n, average + first);
+      const float* all = momentum + first;
+      if (decay != 0) {
+        addDecay(all, parameter + first, decay, n, decayed.data());
+        all = decayed.data();
+      }
+      greatest = std::max(greatest, step(all, denominator + first, size, n, parameter + first));
+      stream(all, n, average + first);
     });
     endStream();
     if (greatest == kInfiniteExponent) {
@@ -149,10 +164,13 @@ bool update(const std::vector<MomentumUpdate>& updates) {
     if (isAlike(each)) {
       finite = updateFloats(each) && finite;
     } else {
-      finite = isFinite(each.momentum) && finite;
       at::Tensor average = each.average;
       at::Tensor parameter = each.parameter;
       average.copy_(each.momentum);
+      if (each.decay != 0) {
+        average.add_(parameter, each.decay);
+      }
+      finite = isFinite(average) && finite;
       parameter.addcdiv_(average, each.denominator, each.size);
     }
   }

@@ -16,10 +16,12 @@ struct MomentumUpdate {
   at::Tensor denominator;
   // Minus the learning rate, corrected.
   double size = 0;
+  // How much of the parameter is momentum as well (L2 regularisation).
+  double decay = 0;
 };
 
-// average = momentum; parameter += size * momentum / denominator, with the roundings of addcdiv. Returns
-// whether all of the momentum was finite; if not, some is in what was written.
+// average = momentum + decay * parameter; parameter += size * average / denominator, with the roundings of
+// addcdiv. Returns whether all of the average is finite; if not, it is in what was written.
 //
 // fp32 goes through memory once: 20 bytes per number, of which the average's go past the caches, since nobody
 // reads them before the next backward. What else there is takes torch's ways.

@@ -22,13 +22,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
     """Adam whose variance and bias corrections stand still after `warmup_steps` steps (1-bit Adam, arXiv
     2102.02888; Bagua's QAdam, arXiv 2107.01499).
 
-    For use with the algorithm "qadam", and by itself in a World of one. The warm-up is torch's AdamW: weight
-    decay is decoupled, in both stages, so that it passes neither the codec nor the variance. Of a model with
-    several of these optimizers it ends for all of them when the last one has taken its steps, in a step that
-    has a gradient.
+    For use with the algorithm "qadam", and by itself in a World of one. The warm-up is torch's Adam, or with
+    `decoupled_weight_decay` its AdamW. Of a model with several of these optimizers it ends for all of them
+    when the last one has taken its steps, in a step that has a gradient.
 
     After the warm-up a step is x -= lr / (1 - beta1^w) * m / (sqrt(v / (1 - beta2^w)) + eps), where m is in
-    `grad` already, averaged over the ranks. Rules for what would blow up:
+    `grad` already, averaged over the ranks. Weight decay stays, and passes no codec: coupled it is added to m
+    by each rank, (1 - beta1) * weight_decay * x, which is what it would be with gradients. Rules for what
+    would blow up:
 
     - Numbers whose variance is below `variance_floor` times the mean of their parameter's count as that;
       those of a parameter that got no gradient in the warm-up count as the mean over all parameters.
@@ -56,6 +57,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        decoupled_weight_decay: bool = False,
         variance_floor: float = 1e-2,
         grad_scaler: torch.amp.GradScaler | None = None,
         foreach: bool | None = None,
@@ -74,6 +76,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
             "variance_floor": variance_floor,
             "steps": 0,
         }
@@ -83,6 +86,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 "QAdamOptimizer: warmup_steps differs between parameter groups; want one for all"
             )
         self.grad_scaler = grad_scaler
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("decoupled_weight_decay", False)
 
     @property
     def warmup_steps(self) -> int:
@@ -145,7 +153,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             parameters: list[torch.Tensor] = [each for each in group["params"] if each.grad is not None]
             if parameters:
                 has_stepped = True
-                if group["weight_decay"] != 0:
+                if group["decoupled_weight_decay"] and group["weight_decay"] != 0:
                     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 self._adam(group, parameters) if in_warmup else self._compressed(group, parameters)
             group["steps"] += 1
@@ -188,7 +196,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def _adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
         states = [self._state_of(parameter) for parameter in parameters]
-        gradients = [_gradient(parameter) for parameter in parameters]
+        gradients = _decayed_gradients(group, parameters)
         for state in states:
             state["step"] += 1
         averages = [state["exp_avg"] for state in states]
@@ -208,11 +216,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
         averages = [state["exp_avg"] for state in states]
         denominators = [state["denominator"] for state in states]
         sizes = [-group["lr"] / state["correction"] for state in states]
+        share = 1 - group["betas"][0]
+        decay = share * _coupled_decay(group)
         if not self._gradients_are_momentum():
-            torch._foreach_lerp_(averages, gradients, 1 - group["betas"][0])
+            torch._foreach_lerp_(averages, _decayed_gradients(group, parameters), share)
         elif all(parameter.is_cpu for parameter in parameters):
             # Two passes over memory in one; both are on the path of every step.
-            if not load_extension().apply_momentum(parameters, gradients, averages, denominators, sizes):
+            apply = load_extension().apply_momentum
+            if not apply(parameters, gradients, averages, denominators, sizes, decay):
                 raise UsageError(
                     "QAdamOptimizer: a gradient that was finite when it came is not any more, and its "
                     "version counter does not tell (numpy, .data, a collective of another group): it is in "
@@ -221,6 +232,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             return
         else:
             torch._foreach_copy_(averages, gradients)
+            if decay != 0:
+                torch._foreach_add_(averages, parameters, alpha=decay)
         torch._foreach_addcdiv_(parameters, averages, denominators, sizes)
 
     def _gradients_are_momentum(self) -> bool:
@@ -291,6 +304,19 @@ def _check_group(group: dict[str, Any]) -> None:
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _coupled_decay(group: dict[str, Any]) -> float:
+    """How much of a parameter is gradient as well."""
+    return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
+
+
+def _decayed_gradients(group: dict[str, Any], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    gradients = [_gradient(parameter) for parameter in parameters]
+    decay = _coupled_decay(group)
+    if decay == 0:
+        return gradients
+    return list(torch._foreach_add(gradients, parameters, alpha=decay))
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

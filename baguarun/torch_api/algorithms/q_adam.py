@@ -19,7 +19,7 @@ class QAdamAlgorithm(QAdam):
 
     `hierarchical`: only what leaves a node is compressed. `bits` is ours: 1 is 1-bit Adam. Unlike in Bagua
     the gradient of the warm-up's last step counts, bias corrections stand still with the variance, weight
-    decay (decoupled, as in AdamW) stays, and each parameter group has its own betas.
+    decay stays, and each parameter group has its own betas.
     """
 
     def __init__(self, q_adam_optimizer: QAdamOptimizer, hierarchical: bool = True, *, bits: int = 8) -> None:

@@ -46,6 +46,24 @@ def test_a_step_has_the_bits_of_copy_and_addcdiv(
     assert parameter._version > version
 
 
+@pytest.mark.parametrize("layout", [as_they_are, columns_first])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1,), (63,), (3, 257), (130, 1025)])
+def test_decay_is_momentum_too(shape: tuple[int, ...], dtype: torch.dtype, layout: object) -> None:
+    assert callable(layout)
+    torch.manual_seed(0)
+    gradient = layout(torch.randn(shape).to(dtype))
+    parameter, average, denominator = (torch.rand(shape).add_(0.1).to(dtype) for _ in range(3))
+    momentum = gradient.clone().add_(parameter, alpha=0.25)
+    wanted = parameter.clone().addcdiv_(momentum, denominator, value=-0.003)
+
+    apply = load_extension().apply_momentum
+    assert apply([parameter], [gradient], [average], [denominator], [-0.003], 0.25)
+
+    torch.testing.assert_close(average, momentum)
+    torch.testing.assert_close(parameter, wanted)
+
+
 def test_several_threads_step_as_one_does() -> None:
     torch.manual_seed(0)
     gradient, parameter, average, denominator = (torch.rand(300_000).add_(0.1) for _ in range(4))

@@ -39,10 +39,14 @@ def two_groups(module: nn.Module, **settings: Any) -> list[dict[str, Any]]:
     ]
 
 
-class PlainQAdam:
-    """Torch's AdamW up to the end of the warm-up; then its last variance with the momentum that is given."""
+DECAY = 0.1
 
-    def __init__(self, module: nn.Module) -> None:
+
+class PlainQAdam:
+    """Torch's Adam or AdamW up to the end of the warm-up; then its last variance with the momentum given."""
+
+    def __init__(self, module: nn.Module, is_decoupled: bool) -> None:
+        self.is_decoupled = is_decoupled
         self.names = [name for name, _ in module.named_parameters()]
         self.weights = nn.ParameterDict(
             {
@@ -50,8 +54,8 @@ class PlainQAdam:
                 for name, parameter in module.named_parameters()
             }
         )
-        groups = two_groups(self.weights, lr=0.01, weight_decay=0.1)
-        self.adamw = torch.optim.AdamW(groups)
+        groups = two_groups(self.weights, lr=0.01, weight_decay=DECAY)
+        self.adam = torch.optim.AdamW(groups) if is_decoupled else torch.optim.Adam(groups)
         self.steps = 0
 
     def step(self, gradients: dict[str, torch.Tensor]) -> None:
@@ -62,15 +66,17 @@ class PlainQAdam:
             if self.steps > WARMUP:
                 self._step_with_momentum(weight, BETAS["bias" if name.endswith("bias") else "weight"])
         if self.steps <= WARMUP:
-            self.adamw.step()
+            self.adam.step()
 
     def _step_with_momentum(self, weight: nn.Parameter, betas: tuple[float, float]) -> None:
-        variance = self.adamw.state[weight]["exp_avg_sq"] / (1 - betas[1] ** WARMUP)
+        variance = self.adam.state[weight]["exp_avg_sq"] / (1 - betas[1] ** WARMUP)
         variance = torch.maximum(variance, FLOOR * variance.mean())
         assert weight.grad is not None
-        update = weight.grad / (1 - betas[0] ** WARMUP) / (variance.sqrt() + 1e-8)
         with torch.no_grad():
-            weight.copy_(weight * (1 - 0.01 * 0.1) - 0.01 * update)
+            coupled = 0.0 if self.is_decoupled else (1 - betas[0]) * DECAY
+            momentum = weight.grad + coupled * weight
+            update = momentum / (1 - betas[0] ** WARMUP) / (variance.sqrt() + 1e-8)
+            weight.copy_(weight * (1 - 0.01 * DECAY * self.is_decoupled) - 0.01 * update)
 
     def assert_same_weights(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -78,16 +84,21 @@ class PlainQAdam:
             torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def follow(bits: int, micro_batches: int, set_to_none: bool) -> None:
+def follow(bits: int, micro_batches: int, set_to_none: bool, is_decoupled: bool) -> None:
     """Each step takes the gradients, momentum and weights that the plain one takes."""
     module = mlp(width=61)
     optimizer = QAdamOptimizer(
-        two_groups(module), lr=0.01, warmup_steps=WARMUP, weight_decay=0.1, variance_floor=FLOOR
+        two_groups(module),
+        lr=0.01,
+        warmup_steps=WARMUP,
+        weight_decay=DECAY,
+        decoupled_weight_decay=is_decoupled,
+        variance_floor=FLOOR,
     )
     model = DistributedDataParallel(
         module, optimizers=[optimizer], algorithm=QAdam(bits=bits), bucket_cap_mb=0.01
     )
-    plain = PlainQAdam(module)
+    plain = PlainQAdam(module, is_decoupled)
     lossy = through_codec("MINMAX8" if bits == 8 else "SIGN1")
     exchange = PlainExchange(lossy, dist.get_world_size(), feedback=bits == 1, new_plan_after_first=False)
     named = dict(module.named_parameters())
@@ -128,12 +139,57 @@ def follow(bits: int, micro_batches: int, set_to_none: bool) -> None:
 
 @pytest.mark.parametrize("bits", [8, 1])
 @pytest.mark.parametrize(
-    ("world_size", "micro_batches", "set_to_none"), [(2, 2, True), (3, 1, False), (4, 1, True)]
+    ("world_size", "micro_batches", "set_to_none", "is_decoupled"),
+    [(2, 2, True, True), (3, 1, False, False), (4, 1, True, False)],
 )
 def test_every_step_equals_plain_adam_and_then_the_plain_exchange_of_momentum(
-    world_size: int, micro_batches: int, set_to_none: bool, bits: int
+    world_size: int, micro_batches: int, set_to_none: bool, is_decoupled: bool, bits: int
 ) -> None:
-    run_ranks(follow, world_size, bits, micro_batches, set_to_none)
+    run_ranks(follow, world_size, bits, micro_batches, set_to_none, is_decoupled)
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_weight_decay_in_the_warm_up_has_the_bits_of_torchs(is_decoupled: bool) -> None:
+    ours, theirs = mlp(), mlp()
+    mine = QAdamOptimizer(ours.parameters(), weight_decay=DECAY, decoupled_weight_decay=is_decoupled)
+    torchs = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(
+        theirs.parameters(), lr=1e-3, weight_decay=DECAY
+    )
+    for _ in range(20):
+        x = torch.randn(5, 37)
+        for module, optimizer in ((ours, mine), (theirs, torchs)):
+            optimizer.zero_grad()
+            loss(module(x)).backward()
+            optimizer.step()
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_by_itself_coupled_weight_decay_is_in_the_momentum() -> None:
+    """After the warm-up, as an optimizer to which the decay's gradient was added beforehand."""
+    plain, decayed = mlp(), mlp()
+    ours = QAdamOptimizer(plain.parameters(), lr=0.01, warmup_steps=2, weight_decay=DECAY)
+    by_hand = QAdamOptimizer(decayed.parameters(), lr=0.01, warmup_steps=2)
+    for _ in range(6):
+        x = torch.randn(5, 37)
+        for module, optimizer in ((plain, ours), (decayed, by_hand)):
+            optimizer.zero_grad()
+            loss(module(x)).backward()
+        for parameter in decayed.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter.detach(), alpha=DECAY)
+        ours.step()
+        by_hand.step()
+    for own, other in zip(plain.parameters(), decayed.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_states_of_before_there_was_a_choice_are_read() -> None:
+    optimizer = QAdamOptimizer(mlp().parameters(), weight_decay=DECAY)
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["decoupled_weight_decay"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is False
 
 
 def regression(make: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]], steps: int) -> float:
@@ -329,6 +385,7 @@ def one_of_two_left_behind(bits: int, kinds: list[str], with_scaler: bool) -> No
             lr=0.01,
             warmup_steps=WARMUP,
             weight_decay=0.1,
+            decoupled_weight_decay=True,
             variance_floor=FLOOR,
             grad_scaler=scaler,
         )
