@@ -9,6 +9,7 @@
 #include "engine/low_rank_exchange.h"
 #include "engine/rail_exchange.h"
 #include "engine/ranges.h"
+#include "engine/swap_exchange.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -153,6 +154,9 @@ bool isWhole(const Group& group, const Bucket& bucket) {
 
 // The average of an fp32 buffer of its own.
 std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor& buffer, size_t index) {
+  if (SwapExchange::suits(buffer, static_cast<size_t>(group->getSize()))) {
+    return std::make_unique<SwapExchange>(group, buffer, index);
+  }
   Bucket vectors;
   vectors.index = index;
   vectors.flat = buffer;

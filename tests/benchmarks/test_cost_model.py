@@ -45,14 +45,14 @@ MLP = Gradients(((1024, 1024), (1024,)) * 8)
         # To the next rank goes one rank's of each host, to the next but one both ranks'.
         ("decentralized_exponential+flat", PAIRED, 1.5),
         # P of 2048 numbers and Q of 1000, of 2048000.
-        ("power_sgd", FLAT, 1.5 * 3048 / 2048000),
-        ("power_sgd", PAIRED, 2.0 * 3048 / 2048000),
+        ("power_sgd", FLAT, 3.0 * 3048 / 2048000),
+        ("power_sgd", PAIRED, 4.0 * 3048 / 2048000),
         ("ddp_powersgd", PAIRED, 1.5 * 3048 / 2048000),
         ("ddp_powersgd@baguanet", PAIRED, 1.0 * 3048 / 2048000),
         # A tenth of the steps are of the warm-up.
         ("qadam_run", FLAT, 1.5 * (0.1 + 0.9 * 2056 / 8192)),
         ("qadam_1bit_run", PAIRED, 0.1 + 0.9 * 260 / 8192),
-        ("power_sgd_run", FLAT, 1.5 * (0.1 + 0.9 * 3048 / 2048000)),
+        ("power_sgd_run", FLAT, 1.5 * 0.1 + 3.0 * 0.9 * 3048 / 2048000),
         ("ddp_powersgd_run@baguanet", PAIRED, 0.1 + 0.9 * 3048 / 2048000),
         ("sparse_run", FLAT, 1.5 * (1 + 128 * 6 / 8192 + 32 * 6 / 8192 + 27 * 120 / 8192) / 30),
     ],
@@ -82,7 +82,7 @@ def test_of_low_rank_is_what_gains_by_it() -> None:
     assert Gradients(((2, 3),)).low_rank_bytes(2, 1) == (0, 0, 4 * 6)
     assert Gradients(((8, 3, 3, 3),)).low_rank_bytes(2, 1) == (4 * 2 * 8, 4 * 2 * 27, 0)
     factors = cost_of("power_sgd", FLAT, MLP)
-    assert factors is not None and factors.messages == 4
+    assert factors is not None and factors.messages == 2
 
 
 def test_an_all_reduce_takes_two_messages_in_a_row_on_our_transport_and_all_around_a_ring() -> None:
@@ -206,10 +206,10 @@ def test_a_nic_that_moved_other_bytes_than_the_model_is_reported() -> None:
 def test_headers_are_no_bytes_of_the_model() -> None:
     frames = 400
     small = Measured(
-        case="power_sgd", step_s=0.2, ratio_to_ddp=0.05, sent_bytes=147456 + 66 * frames, sent_packets=frames
+        case="power_sgd", step_s=0.2, ratio_to_ddp=0.05, sent_bytes=294912 + 66 * frames, sent_packets=frames
     )
     assert missed(FLAT, small) == []
-    (what,) = missed(FLAT, measured("power_sgd", 0.2, 147456 + 66 * frames))
+    (what,) = missed(FLAT, measured("power_sgd", 0.2, 294912 + 66 * frames))
     assert "NIC's bytes" in what
 
 
@@ -219,7 +219,7 @@ def test_wherever_the_wire_is_the_limit_efficiency_counts() -> None:
     (what,) = missed(FLAT, measured("qadam_1bit", 0.17, 1.6e6))
     assert "limit by the cost model" in what
     # 12 ms for the wire.
-    assert missed(FLAT, measured("power_sgd", 0.2, 147456)) == []
+    assert missed(FLAT, measured("power_sgd", 0.2, 294912)) == []
 
 
 def test_where_the_cores_are_the_limit_it_is_theirs_that_counts() -> None:
@@ -268,7 +268,7 @@ def test_who_has_no_cost_model_is_said_to_have_none() -> None:
 
 
 def test_power_sgd_is_a_predicted_win() -> None:
-    assert any("our time / DDP's" in what for what in missed(FLAT, measured("power_sgd", 4.6, 147456)))
+    assert any("our time / DDP's" in what for what in missed(FLAT, measured("power_sgd", 4.6, 294912)))
     assert any("our time / DDP's" in what for what in missed(FLAT, measured("qadam_run", 4.6, 16.4e6)))
 
 

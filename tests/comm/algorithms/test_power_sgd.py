@@ -250,10 +250,28 @@ def test_the_state_of_another_rank_is_refused() -> None:
         assert "want the state of the same model with the same rank" in message
 
 
-def count_bytes() -> list[int]:
+def average_of_many_numbers() -> None:
+    """More than go to everybody at once: vectors of 128 kB."""
+    world_size = dist.get_world_size()
+    model = nn.Linear(16000, 24)
+    wrapped = DistributedDataParallel(model, algorithm=PowerSGD(rank=world_size, start_step=0))
+    inputs = torch.randn(1, 16000)
+    reference = gathered_gradients(model, lambda net: loss(net(inputs)).backward())
+    model.zero_grad()
+    loss(wrapped(inputs)).backward()
+    assert_averaged(model, reference, rtol=1e-4)
+    assert model.weight.grad is not None
+    assert_same_on_all_ranks([model.weight.grad])
+
+
+def test_an_average_of_low_rank_of_large_matrices_comes_out_exactly() -> None:
+    run_for_tensors(average_of_many_numbers, 2)
+
+
+def count_bytes(rank: int) -> list[int]:
     """Of a step in full and of a compressed one."""
     net = nn.Linear(1000, 300)
-    model = DistributedDataParallel(net, algorithm=PowerSGD(rank=2, start_step=1), share_memory=False)
+    model = DistributedDataParallel(net, algorithm=PowerSGD(rank=rank, start_step=1), share_memory=False)
     sent = [0]
     for _ in range(2):
         model(torch.ones(1, 1000)).sum().backward()
@@ -262,10 +280,13 @@ def count_bytes() -> list[int]:
 
 
 def test_two_vectors_per_pair_are_sent_in_place_of_the_matrix() -> None:
-    for full, compressed in run_for_tensors(count_bytes, 3):
-        both_ways = 2 * 2 / 3 * 4
+    both_ways = 2 * 2 / 3 * 4
+    for full, compressed in run_for_tensors(count_bytes, 3, 2):
         assert full == pytest.approx(both_ways * 300_300, rel=0.01)
-        assert compressed == pytest.approx(both_ways * (2 * 1300 + 300), rel=0.05)
+        # So few go to both others at once.
+        assert compressed == 2 * 4 * (2 * 1300 + 300)
+    for _, compressed in run_for_tensors(count_bytes, 3, 8):
+        assert compressed == pytest.approx(2 * 4 * (8 * 300 + 300) + both_ways * 8 * 1000, rel=0.01)
 
 
 @pytest.mark.parametrize(
