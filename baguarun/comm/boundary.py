@@ -21,7 +21,7 @@ class StepBoundary:
     It ends too when a forward, or `end_left_out`, comes after a backward that some optimizer has not
     followed: GradScaler leaves steps out on the rank whose gradients overflowed, and all ranks must count
     alike. Hence a backward whose forward was outside of no_sync counts as a step, with or without an
-    optimizer's.
+    optimizer's. A forward inside of backward is no such: activation checkpoints go through it again.
     """
 
     def __init__(self, stepper: Stepper, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -51,7 +51,7 @@ class StepBoundary:
                 )
             # It has raised, and torch tells nobody.
             self._stepping = False
-        if self._trained and not self._stepping:
+        if self._trained and not self._stepping and not _is_inside_backward():
             self._end()
         self._begun = self._begun or trains
 
@@ -159,3 +159,7 @@ class StepBoundary:
         self._stepper.context.weights.check()
         with timeline.span("before the optimizer", "weights"):
             self._stepper.before_step()
+
+
+def _is_inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -29,12 +29,14 @@ class Legacy:
     memory: dict[str, Any] | None = None
     """Of an algorithm that keeps something in the engine; "committed": what of it was otherwise then."""
     stepper: dict[str, Any] | None = None
-    """Of an algorithm that exchanges weights."""
+    """Of an algorithm that exchanges weights; "trained_alone": a World of one has taken steps since."""
     weights: FlatWeights | None = None
     """Where the parameters live, for such an algorithm."""
 
     def committed(self) -> Legacy:
-        """After a commit: what is owed now is what was owed then."""
+        """After a commit in a World of one: what is owed now is what was owed then."""
+        if self.stepper is not None:
+            return dataclasses.replace(self, stepper={**self.stepper, "trained_alone": True})
         if self.engine is None:
             return self
         memory = None if self.memory is None else {**self.memory, "committed": None}

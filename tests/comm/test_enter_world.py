@@ -377,6 +377,12 @@ def shrink_and_grow(folder: str, algorithm: str) -> None:
     with torch.no_grad():
         for parameter in trainee.model.parameters():
             dist.broadcast(parameter, 0)
+    if algorithm == "diloco":
+        # Those of before the steps alone would be far from the weights of now.
+        stepper: Any = trainee.model._session.stepper
+        [fragment] = stepper._fragments
+        assert torch.equal(torch.cat(fragment.outer), torch.cat(stepper.context.weights.buffers))
+        assert not torch.cat(fragment.momentum).any()
     states: list[Any] = [trainee.optimizer.state_dict()]
     dist.broadcast_object_list(states, 0)
     trainee.optimizer.load_state_dict(states[0])

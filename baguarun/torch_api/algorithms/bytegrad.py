@@ -7,6 +7,8 @@ from baguarun.comm.algorithms import ByteGrad
 __all__ = ["ByteGradAlgorithm"]
 
 
-def ByteGradAlgorithm(hierarchical: bool = True, average: bool = True) -> ByteGrad:
+class ByteGradAlgorithm(ByteGrad):
     """Gradient averaging with 8 bits per number; `hierarchical`: only what leaves a node is compressed."""
-    return ByteGrad(hierarchical=hierarchical, average=average)
+
+    def __init__(self, hierarchical: bool = True, average: bool = True) -> None:
+        super().__init__(hierarchical=hierarchical, average=average)

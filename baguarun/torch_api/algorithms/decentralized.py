@@ -7,27 +7,30 @@ from baguarun.comm.algorithms import Decentralized, LowPrecisionDecentralized
 __all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
 
 
-def DecentralizedAlgorithm(
-    hierarchical: bool = True,
-    peer_selection_mode: str = "all",
-    communication_interval: int = 1,
-) -> Decentralized:
+class DecentralizedAlgorithm(Decentralized):
     """Averages weights with other ranks during backward; with `hierarchical` nodes are the peers.
 
     `shift_one` takes odd numbers of peers too, and there is a third mode, `exponential`.
     """
-    return Decentralized(
-        hierarchical=hierarchical,
-        peer_selection_mode=peer_selection_mode,
-        communication_interval=communication_interval,
-    )
+
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        communication_interval: int = 1,
+    ) -> None:
+        super().__init__(
+            hierarchical=hierarchical,
+            peer_selection_mode=peer_selection_mode,
+            communication_interval=communication_interval,
+        )
 
 
-def LowPrecisionDecentralizedAlgorithm(
-    hierarchical: bool = True, communication_interval: int = 1
-) -> LowPrecisionDecentralized:
+class LowPrecisionDecentralizedAlgorithm(LowPrecisionDecentralized):
     """Sends changes of the weights with 8 bits each to the two neighbours on a ring, after the step.
 
     With `hierarchical` nodes are the neighbours. Two of them mix by halves, not by thirds.
     """
-    return LowPrecisionDecentralized(hierarchical=hierarchical, communication_interval=communication_interval)
+
+    def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
+        super().__init__(hierarchical=hierarchical, communication_interval=communication_interval)

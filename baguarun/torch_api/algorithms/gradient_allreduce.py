@@ -7,6 +7,8 @@ from baguarun.comm.algorithms import GradientAllReduce
 __all__ = ["GradientAllReduceAlgorithm"]
 
 
-def GradientAllReduceAlgorithm(hierarchical: bool = False, average: bool = True) -> GradientAllReduce:
+class GradientAllReduceAlgorithm(GradientAllReduce):
     """Gradient averaging; with `hierarchical` a node sums up its gradients before anything leaves it."""
-    return GradientAllReduce(hierarchical=hierarchical, average=average)
+
+    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
+        super().__init__(hierarchical=hierarchical, average=average)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from baguarun.comm.algorithms import (
     ALGORITHMS,
@@ -122,6 +123,47 @@ def go_on_after_a_step_that_raised() -> float:
 
 def test_a_step_that_raised_is_one_that_was_left_out() -> None:
     assert run_ranks(go_on_after_a_step_that_raised, 2) == [1.0, 1.0]
+
+
+def checkpointed(algorithm: Algorithm, use_reentrant: bool | None) -> tuple[list[torch.Tensor], int]:
+    """The weights after some steps; None: without a checkpoint around the model."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randn(2, 3, requires_grad=True)
+        optimizer.zero_grad()
+        if use_reentrant is None:
+            output = model(x)
+        else:
+            output = checkpoint(model, x, use_reentrant=use_reentrant)
+        output.square().sum().backward()
+        optimizer.step()
+    return [weights_of(net)], model.shared_steps()[0]
+
+
+def checkpoint_wrapped_models(algorithms: Sequence[Algorithm]) -> list[torch.Tensor]:
+    found = []
+    for algorithm in algorithms:
+        [plain], steps = checkpointed(algorithm, None)
+        for use_reentrant in (False, True):
+            [weights], counted = checkpointed(algorithm, use_reentrant)
+            assert counted == steps == 5, (algorithm, use_reentrant)
+            assert torch.equal(weights, plain), (algorithm, use_reentrant)
+        found.append(plain)
+    return found
+
+
+def test_a_forward_that_a_checkpoint_goes_through_again_ends_no_step() -> None:
+    algorithms = [
+        LocalSGD(local_steps=1),
+        DiLoCo(local_steps=2),
+        Decentralized(),
+        LowPrecisionDecentralized(),
+    ]
+    run_for_tensors(checkpoint_wrapped_models, 2, algorithms)
 
 
 class ReturnsItsWeight(nn.Module):
