@@ -25,7 +25,8 @@ class ByteGrad(Algorithm):
     name: ClassVar[str] = "bytegrad"
 
     average: bool = True
-    """Divide the sum by the number of ranks."""
+    """Divide the sum by the number of ranks. Where not, accumulate under `no_sync()`: in several backwards
+    outside of it, what is a sum already is summed up once more."""
     error_feedback: bool = False
     """Add what 8 bits lose in one step to the gradients of the next. Costs 4 bytes per number."""
     hierarchical: Hierarchical = "auto"

@@ -24,7 +24,8 @@ class GradientAllReduce(Algorithm):
     """What float32 gradients travel as: fp32, fp16 or bf16. Sums are fp32 in any case. Gradients of other
     types travel as they are."""
     average: bool = True
-    """Divide the sum by the number of ranks."""
+    """Divide the sum by the number of ranks. Where not, accumulate under `no_sync()`: in several backwards
+    outside of it, what is a sum already is summed up once more."""
     hierarchical: Hierarchical = False
     """Sum up inside the node before anything leaves it. float32 on baguanet always does, whatever is asked;
     types that have no codec (float64), and on CUDA all that travel as they are, are the backend's to

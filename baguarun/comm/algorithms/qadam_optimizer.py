@@ -260,10 +260,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
         seen = [variance for variance in variances.values() if variance.any()]
         if not seen:
             raise UsageError("QAdamOptimizer: all gradients of the warm-up were zero; want some that are not")
-        mean = sum(float(variance.sum()) for variance in seen) / sum(variance.numel() for variance in seen)
+        mean = sum(map(_sum, seen)) / sum(variance.numel() for variance in seen)
         for group, parameter in self._each():
             variance = variances.pop(parameter)
-            least = group["variance_floor"] * float(variance.mean()) if variance.any() else mean
+            own = _sum(variance) / max(variance.numel(), 1)
+            least = group["variance_floor"] * own if variance.any() else mean
             denominator = variance.clamp_(min=least).sqrt_().add_(group["eps"])
             self.state[parameter]["denominator"] = denominator.to(parameter.dtype)
 
@@ -285,7 +286,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 for other, each in self._each()
                 if "denominator" in self.state[each]
             ]
-            mean = sum(float(square.sum()) for square in known) / sum(square.numel() for square in known)
+            mean = sum(map(_sum, known)) / sum(square.numel() for square in known)
             state["denominator"] = torch.full_like(parameter, math.sqrt(mean) + group["eps"])
         return state
 
@@ -317,6 +318,11 @@ def _decayed_gradients(group: dict[str, Any], parameters: list[torch.Tensor]) ->
     if decay == 0:
         return gradients
     return list(torch._foreach_add(gradients, parameters, alpha=decay))
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    """In float64: its order is that of this rank's threads, and in fp32 no two ranks would have the same."""
+    return float(tensor.sum(dtype=torch.float64))
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,8 @@ class Sparse(Algorithm):
     """Steps at the start in which the density falls to its value, by four in each of equally long parts: in
     the first one gradients travel whole, then 1/16 of them, 1/64, and so on. 0: none."""
     average: bool = True
-    """Divide the sum by the number of ranks."""
+    """Divide the sum by the number of ranks. Where not, accumulate under `no_sync()`: in several backwards
+    outside of it, what is a sum already is summed up once more."""
     hierarchical: Hierarchical = "auto"
     """Sum up inside the node, and leave out between nodes only. "auto": where several nodes have several
     workers."""

@@ -184,6 +184,26 @@ def test_by_itself_coupled_weight_decay_is_in_the_momentum() -> None:
         torch.testing.assert_close(own, other)
 
 
+def denominators(num_threads: int, seed: int) -> torch.Tensor:
+    """Most of them at the floor, which is a mean."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        weight = nn.Parameter(torch.zeros(200_000))
+        optimizer = QAdamOptimizer([weight], warmup_steps=1, variance_floor=1.0)
+        weight.grad = torch.randn(200_000, generator=torch.Generator().manual_seed(seed)).exp_()
+        optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    found: torch.Tensor = optimizer.state[weight]["denominator"]
+    return found
+
+
+def test_how_many_threads_a_rank_has_changes_no_bit_of_what_stands_still() -> None:
+    for seed in range(5):
+        assert torch.equal(denominators(1, seed), denominators(4, seed))
+
+
 def test_states_of_before_there_was_a_choice_are_read() -> None:
     optimizer = QAdamOptimizer(mlp().parameters(), weight_decay=DECAY)
     state = optimizer.state_dict()
