@@ -37,6 +37,7 @@ class StepBoundary:
         self._prepared = False
         self._trained = False
         self._begun = False
+        self._start_is_due = False
         for optimizer in optimizers:
             self._watch(optimizer)
 
@@ -55,6 +56,13 @@ class StepBoundary:
             self._end()
         self._begun = self._begun or trains
 
+    def start(self, *, at_once: bool) -> None:
+        """Before every forward with gradients: what the algorithm begins with it, or before the optimizer."""
+        self._start_is_due = not at_once
+        if at_once:
+            with timeline.span("start of the step", "weights"):
+                self._stepper.before_forward()
+
     def end_left_out(self) -> None:
         """Where a step is over for the script: end one that was left out, as others wait for its exchange."""
         if self._trained:
@@ -72,7 +80,7 @@ class StepBoundary:
             self._end()
             torch._foreach_copy_(buffers, loaded)
         self._stepped.clear()
-        self._stepping = self._prepared = self._trained = self._begun = False
+        self._stepping = self._prepared = self._trained = self._begun = self._start_is_due = False
 
     def close(self) -> None:
         """No step ends here any more, whatever still holds this object; an error that is held is dropped."""
@@ -151,12 +159,14 @@ class StepBoundary:
         if not self._prepared:
             self._prepare()
         self._stepped.clear()
-        self._prepared = self._trained = self._begun = False
+        self._prepared = self._trained = self._begun = self._start_is_due = False
         with torch.no_grad(), timeline.span("end of the step", "weights"):
             self._stepper.after_step()
 
     def _prepare(self) -> None:
         self._stepper.context.weights.check()
+        if self._start_is_due and self._trained:
+            self.start(at_once=True)
         with timeline.span("before the optimizer", "weights"):
             self._stepper.before_step()
 

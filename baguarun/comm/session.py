@@ -53,6 +53,9 @@ class SessionSettings:
     """The graph never changes: learn from the first step which parameters get gradients, and how often."""
     broadcast_buffers: bool = True
     """Overwrite the buffers by rank 0's before forward, as often as the algorithm has ranks in step."""
+    evaluates_alone: bool = False
+    """A forward in evaluation mode communicates nothing, gradients enabled or not: one rank may run it alone.
+    If all train on it nevertheless, what it would have begun begins before the optimizer's step."""
     init_sync: bool = True
     """Overwrite parameters, buffers and optimizer state by rank 0's at the start."""
     share_memory: bool = True
@@ -337,14 +340,14 @@ class DataParallelSession:
             self._buffers_are_due = False
             if buffers := self._find_buffers():
                 broadcast_buffers(buffers, self._group)
+        is_alone = self.settings.evaluates_alone and not self._module.training
         if torch.is_grad_enabled() and self._engine is not None:
             begins_round = self._begins_round()
-            self._engine.before_forward(begins_round and self._sends_gradients())
+            self._engine.before_forward(begins_round and self._sends_gradients() and not is_alone)
             if begins_round and self._staged is not None:
                 self._staged.enter()
-        if torch.is_grad_enabled() and self._stepper is not None:
-            with timeline.span("start of the step", "weights"):
-                self._stepper.before_forward()
+        if torch.is_grad_enabled() and self._boundary is not None:
+            self._boundary.start(at_once=not is_alone)
         self._forward_start_ns = timeline.now_ns()
 
     def pass_inputs(self, inputs: Any) -> Any:

@@ -28,8 +28,10 @@ def with_bagua(
     """Make this module data-parallel and return it: hooks around forward, the engine on the parameters.
 
     Adds `no_sync()`, `stats()`, `algorithm_state_dict()`, `load_algorithm_state_dict()`, `bagua_algorithm`
-    and `bagua_optimizers` to the module; names in its state_dict stay as they are. Raises `UsageError` for
-    what cannot be served. Collective over the group.
+    and `bagua_optimizers` to the module; names in its state_dict stay as they are. Parameters, buffers and
+    the state of optimizers begin as rank 0's; after that buffers are each rank's own, and a forward in
+    evaluation mode communicates nothing. Raises `UsageError` for what cannot be served. Collective over the
+    group.
     """
     group = torch_group_of(process_group)
     with refusals_told(group):
@@ -45,7 +47,7 @@ def with_bagua(
         algorithm=chosen,
         optimizers=optimizers,
         process_group=group,
-        settings=SessionSettings(),
+        settings=SessionSettings(broadcast_buffers=False, evaluates_alone=True),
     )
 
     def before(_module: nn.Module, _inputs: Any) -> None:

@@ -79,7 +79,7 @@ class Stepper:
         return True
 
     def before_forward(self) -> None:
-        """Before each forward that will have a backward."""
+        """Before each forward with gradients; where that is to be quiet, before `before_step`."""
         return
 
     def before_step(self) -> None:
