@@ -62,7 +62,7 @@ class LowPrecisionDecentralized(Algorithm):
     bits: int = 8
     """Per number: 8, or 4. With 4 the error may grow on rings of many ranks, which mix slowly."""
     communication_interval: int = 1
-    """Exchange after every so manyth step."""
+    """Exchange after every so manyth step, the first one included."""
     check_interval: int = 100
     """Compare checksums of w and its copies with the neighbours in every so manyth exchange; 0: never. Copies
     that differ are sent again, and a warning says so: the harm that they do is small and has an end then,
@@ -146,7 +146,7 @@ class RingStepper(Stepper):
 
     def after_step(self) -> None:
         self.steps += 1
-        if self.steps % self._settings.communication_interval != 0:
+        if (self.steps - 1) % self._settings.communication_interval != 0:
             return
         if self.rails is None:
             self.rounds += 1
@@ -218,7 +218,8 @@ class RingStepper(Stepper):
 
     def _exchange_changes(self) -> None:
         """Begin an exchange with the neighbours, after the one before."""
-        self._keep_linked(self.steps // self._settings.communication_interval)
+        # Counts from 1, by steps: ranks that have resumed or are new count alike.
+        self._keep_linked(1 + (self.steps - 1) // self._settings.communication_interval)
         self.bytes_sent += self._exchange.bytes_per_round()
         with self._named():
             self._exchange.start()

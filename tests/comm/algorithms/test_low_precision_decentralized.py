@@ -73,7 +73,7 @@ class PlainRing:
         self.flat_elements = start
 
     def __call__(self, step: int, weights: torch.Tensor) -> torch.Tensor:
-        if (step + 1) % self.settings.communication_interval != 0:
+        if step % self.settings.communication_interval != 0:
             return weights
         world_size = len(weights)
         own = list(self.own)
@@ -260,11 +260,11 @@ def ring(model: DistributedDataParallel) -> RingStepper:
     return stepper
 
 
-def train_with_a_damaged_copy(check_interval: int) -> tuple[list[str], bool]:
+def train_with_a_damaged_copy(check_interval: int, interval: int = 1) -> tuple[list[str], bool]:
     """Rank 1's copy of rank 0 is damaged in step 3. What was warned of, and whether all fits at last."""
     net = Net()
     optimizer = make_optimizer(net)
-    algorithm = LowPrecisionDecentralized(check_interval=check_interval)
+    algorithm = LowPrecisionDecentralized(check_interval=check_interval, communication_interval=interval)
     model = DistributedDataParallel(net, optimizers=[optimizer], algorithm=algorithm)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -278,12 +278,16 @@ def train_with_a_damaged_copy(check_interval: int) -> tuple[list[str], bool]:
     return texts, ring(model)._differing_links() == []
 
 
-def test_a_copy_that_drifted_is_found_sent_again_and_warned_of_by_both_ends() -> None:
-    for rank, (texts, fits) in enumerate(run_for_tensors(train_with_a_damaged_copy, 4, 3)):
+# The third exchange from the start, or the sixth: every third one is checked.
+@pytest.mark.parametrize(("interval", "found_in"), [(1, 6), (2, 5)])
+def test_a_copy_that_drifted_is_found_sent_again_and_warned_of_by_both_ends(
+    interval: int, found_in: int
+) -> None:
+    for rank, (texts, fits) in enumerate(run_for_tensors(train_with_a_damaged_copy, 4, 3, interval)):
         assert fits
         assert len(texts) == (1 if rank in (0, 1) else 0)
         if texts:
-            assert f"in step 6 this rank ({rank}) and rank {1 - rank} found" in texts[0]
+            assert f"in step {found_in} this rank ({rank}) and rank {1 - rank} found" in texts[0]
 
 
 def test_without_checks_a_damaged_copy_stays_damaged() -> None:
@@ -313,8 +317,9 @@ def train_halves(settings: LowPrecisionDecentralized, cut: int | None) -> torch.
 
 
 def train_with_and_without_a_cut() -> list[torch.Tensor]:
-    settings = LowPrecisionDecentralized(communication_interval=2)
-    return [train_halves(settings, None), train_halves(settings, 4), train_halves(settings, 5)]
+    """Of three steps the first one ends with an exchange; cut before it, behind it and between."""
+    settings = LowPrecisionDecentralized(communication_interval=3)
+    return [train_halves(settings, cut) for cut in (None, 3, 4, 5)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -44,7 +44,7 @@ class PlainNodes(PlainRing):
         self.sizes = list(sizes)
 
     def __call__(self, step: int, weights: torch.Tensor) -> torch.Tensor:
-        if (step + 1) % self.settings.communication_interval != 0:
+        if step % self.settings.communication_interval != 0:
             return weights
         averages = [node.mean(0) for node in weights.split(self.sizes)]
         if len(averages) > 1:
