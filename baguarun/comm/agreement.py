@@ -20,7 +20,7 @@ class Declaration:
 
     settings: tuple[tuple[str, str], ...]
     """Name and value of everything that must be equal, the algorithm first."""
-    tensors: tuple[tuple[str, str], ...]
+    tensors: tuple[tuple[str, str], ...] = ()
     """Name and form of each parameter and buffer, in order."""
     refusal: str = ""
     """Why this rank cannot take part; empty if it can."""
@@ -85,6 +85,8 @@ def describe_difference(declarations: Sequence[Declaration]) -> str:
             return f"rank {rank} cannot take part: {declaration.refusal}"
     first = declarations[0]
     for rank, other in enumerate(declarations[1:], start=1):
+        if len(first.settings) != len(other.settings):
+            return f"one of the ranks 0 and {rank} wraps a model that is wrapped already, the other does not"
         for (name, here), (_, there) in zip(first.settings, other.settings, strict=True):
             if here != there:
                 return (

@@ -63,6 +63,11 @@ class StepBoundary:
             with timeline.span("start of the step", "weights"):
                 self._stepper.before_forward()
 
+    def is_in_step(self) -> bool:
+        """Whether a step has begun that is not to be ended yet."""
+        accumulates = self._begun and not self._trained
+        return accumulates or bool(self._stepped) or self._is_inside_step()
+
     def end_left_out(self) -> None:
         """Where a step is over for the script: end one that was left out, as others wait for its exchange."""
         if self._trained:

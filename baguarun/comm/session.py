@@ -212,6 +212,52 @@ class DataParallelSession:
         self._legacy = legacy
         return legacy
 
+    def require_between_steps(self) -> None:
+        """Raise `UsageError` in the middle of a backward, or, with an algorithm that exchanges weights, of a
+        step: others would wait in vain for this rank's part of it."""
+        if torch._C._current_graph_task_id() >= 0 or (
+            self._boundary is not None and self._boundary.is_in_step()
+        ):
+            raise UsageError(
+                f"{self.algorithm.name}: the model is in the middle of a step or of a backward; want all "
+                "optimizers to have stepped before it is wrapped again"
+            )
+
+    def agree_to_end(self, process_group: dist.ProcessGroup | None) -> None:
+        """Between steps, before `end`: all ranks mean to, after the same step. Else all raise `UsageError`.
+
+        Collective over `process_group`, the one of construction.
+        """
+        if self._is_alone:
+            return
+        if self._boundary is not None:
+            self._boundary.end_left_out()
+            self._boundary.require_ended()
+        steps = str(0 if self._stepper is None else self._stepper.steps)
+        settings = (("the steps that the model was wrapped again after", steps),)
+        require_same(Declaration(settings=settings), require_group(process_group))
+
+    def end(self) -> list[dist.ProcessGroup]:
+        """Finish what is under way, which counts, and let go of the module; drops gradients. The last call.
+
+        Returns groups that are to be destroyed when all ranks have come out of here.
+        """
+        try:
+            if self._engine is not None:
+                self._engine.settle()
+                self._engine.require_complete(again=False)
+            if self._stepper is not None:
+                self._stepper.finish()
+        finally:
+            self.close()
+            self._stages = self._legacy = None
+        if self._is_alone:
+            return []
+        # On an accelerator the engine has no group of its own.
+        of_engine = self._group if self.device.type == "cpu" else None
+        of_rails = () if self._rails is None else (self._rails.node, self._rails.rail)
+        return [group for group in (*of_rails, of_engine) if group is not None]
+
     def require_complete(self, *, again: bool) -> None:
         """Before an optimizer's step: all communication of the last backward has ended well on this rank.
 

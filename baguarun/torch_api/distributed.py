@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.utils.hooks import RemovableHandle
 
 from baguarun.comm.agreement import refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
@@ -16,6 +19,16 @@ from baguarun.errors import UsageError
 from baguarun.torch_api.groups import BaguaProcessGroup, group_of
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attached:
+    """What `with_bagua` has put on a module."""
+
+    session: DataParallelSession
+    group: dist.ProcessGroup | None
+    hooks: Sequence[RemovableHandle]
+    attributes: Sequence[str]
 
 
 def with_bagua(
@@ -32,19 +45,44 @@ def with_bagua(
     the state of optimizers begin as rank 0's; after that buffers are each rank's own, and a forward in
     evaluation mode communicates nothing. Raises `UsageError` for what cannot be served. Collective over the
     group.
+
+    Called again, on all ranks after the same step, it first ends what the last call has made: exchanges
+    under way are waited for, gradients are dropped. In the middle of a step or of a backward it is refused.
     """
+    present: _Attached | None = self.__dict__.get("_baguarun_attached")
     group = torch_group_of(process_group)
-    with refusals_told(group):
+    with refusals_told(group if present is None else present.group):
         if not do_flatten:
             raise UsageError(
                 "with_bagua: do_flatten=False; gradients always live in flat buckets, want do_flatten=True"
             )
-        if "_baguarun_session" in self.__dict__:
-            raise UsageError("with_bagua: this module is data-parallel already")
         chosen = resolve(algorithm)
+        if present is not None:
+            present.session.require_between_steps()
+    left = []
+    if present is not None:
+        present.session.agree_to_end(present.group)
+        left = _detach(self, present)
+    try:
+        _attach(self, optimizers, chosen, group)
+    finally:
+        # Not before: where all compare their models all have ended what was there.
+        for each in left:
+            # The script may have destroyed them with all others.
+            if each in c10d._world.pg_map:
+                dist.destroy_process_group(each)
+    return self
+
+
+def _attach(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    group: dist.ProcessGroup | None,
+) -> None:
     session = DataParallelSession(
-        self,
-        algorithm=chosen,
+        module,
+        algorithm=algorithm,
         optimizers=optimizers,
         process_group=group,
         settings=SessionSettings(broadcast_buffers=False, evaluates_alone=True),
@@ -56,18 +94,29 @@ def with_bagua(
     def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
         session.after_forward(output)
 
-    self.register_forward_pre_hook(before)
-    self.register_forward_hook(after)
-    self.__dict__.update(
-        _baguarun_session=session,
-        no_sync=session.no_sync,
-        stats=session.stats,
-        algorithm_state_dict=session.algorithm_state_dict,
-        load_algorithm_state_dict=session.load_algorithm_state_dict,
-        bagua_algorithm=session.algorithm,
-        bagua_optimizers=list(optimizers),
-    )
-    return self
+    hooks = (module.register_forward_pre_hook(before), module.register_forward_hook(after))
+    attributes = {
+        "_baguarun_session": session,
+        "no_sync": session.no_sync,
+        "stats": session.stats,
+        "algorithm_state_dict": session.algorithm_state_dict,
+        "load_algorithm_state_dict": session.load_algorithm_state_dict,
+        "bagua_algorithm": session.algorithm,
+        "bagua_optimizers": list(optimizers),
+    }
+    attached = _Attached(session=session, group=group, hooks=hooks, attributes=tuple(attributes))
+    module.__dict__.update(attributes, _baguarun_attached=attached)
+
+
+def _detach(module: nn.Module, present: _Attached) -> list[dist.ProcessGroup]:
+    """Undo `_attach`; returns groups that nobody needs when all ranks have."""
+    try:
+        return present.session.end()
+    finally:
+        for hook in present.hooks:
+            hook.remove()
+        for name in ("_baguarun_attached", *present.attributes):
+            module.__dict__.pop(name, None)
 
 
 def torch_group_of(process_group: BaguaProcessGroup | dist.ProcessGroup | None) -> dist.ProcessGroup | None:

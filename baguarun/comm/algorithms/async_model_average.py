@@ -138,7 +138,7 @@ class AsyncStepper(Stepper):
         # Waits for rounds left out.
         self._step_times = StepTimes()
         self._boundary_ended_at = clock()
-        finish_at_exit(self, AsyncStepper.pause)
+        finish_at_exit(self, AsyncStepper.finish)
 
     def sends_gradients(self) -> bool:
         return self.steps < self._settings.warmup_steps
@@ -174,6 +174,9 @@ class AsyncStepper(Stepper):
             self._apply(self._round)
         self._end_first_period()
         self._leave_out_since(asked_at)
+
+    def finish(self) -> None:
+        self.pause()
 
     def resume(self) -> None:
         """After `pause`: start rounds again with the next step. On all ranks after the same step."""

@@ -104,6 +104,10 @@ class Stepper:
         """Wait for what all ranks have under way, and forget it: the weights that it belongs to are gone."""
         return
 
+    def finish(self) -> None:
+        """At a step boundary, on all ranks: wait for what is under way, and apply it where that is due."""
+        return
+
     def begin_anew(self) -> None:
         """As at the start of training, from the weights of now. At a step boundary, on all ranks."""
         self.drop()
