@@ -102,6 +102,7 @@ class DataParallelSession:
         self.algorithm = algorithm
         self.settings = settings
         self._module = module
+        optimizers = optimizers or algorithm.own_optimizers()
         self.optimizers = tuple(optimizers)
         self._on_default_group = process_group is None or process_group is dist.group.WORLD
         self._legacy = legacy

@@ -119,6 +119,10 @@ class Algorithm(ABC):
         del engine
         return None
 
+    def own_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those that it was made with: they step the model where no others are named."""
+        return ()
+
     def exchanges_with_few(self) -> bool:
         """Whether an exchange of weights is with some other ranks, and others hear of it by and by."""
         return False

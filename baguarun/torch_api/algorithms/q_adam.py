@@ -17,9 +17,10 @@ __all__ = ["QAdamAlgorithm", "QAdamOptimizer"]
 class QAdamAlgorithm(QAdam):
     """Adam with 8-bit momentum after `q_adam_optimizer`'s warm-up.
 
-    `hierarchical`: only what leaves a node is compressed. `bits` is ours: 1 is 1-bit Adam. Unlike in Bagua
-    the gradient of the warm-up's last step counts, bias corrections stand still with the variance, weight
-    decay stays, and each parameter group has its own betas.
+    `hierarchical`: only what leaves a node is compressed. `bits` is ours: 1 is 1-bit Adam. Where no optimizers
+    are named `q_adam_optimizer` is meant. Unlike in Bagua the gradient of the warm-up's last step counts,
+    bias corrections stand still with the variance, weight decay stays, and each parameter group has its own
+    betas.
     """
 
     def __init__(self, q_adam_optimizer: QAdamOptimizer, hierarchical: bool = True, *, bits: int = 8) -> None:
@@ -29,6 +30,9 @@ class QAdamAlgorithm(QAdam):
             )
         super().__init__(bits=bits, hierarchical=hierarchical)
         object.__setattr__(self, "optimizer", q_adam_optimizer)
+
+    def own_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [self.__dict__["optimizer"]]
 
     def make_stages(
         self,
