@@ -63,6 +63,10 @@ class StepBoundary:
             with timeline.span("start of the step", "weights"):
                 self._stepper.before_forward()
 
+    def has_trained(self) -> bool:
+        """Whether a backward has come, of a forward outside of no_sync, that no step has followed yet."""
+        return self._trained
+
     def is_in_step(self) -> bool:
         """Whether a step has begun that is not to be ended yet."""
         accumulates = self._begun and not self._trained

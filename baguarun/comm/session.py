@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class DataParallelSession:
         self._legacy = legacy
         self._keeps_committed = legacy is not None and legacy.keeps_committed
         self._sync_gradients = True
+        self._warned_of_no_sync = False
         self._buffers_are_due = True
         self._micro_batch: MicroBatch | None = None
         self._engine: Any = None
@@ -417,6 +419,8 @@ class DataParallelSession:
             output = weigh_gradients(output, weight)
         if syncing and self._boundary is not None:
             self._boundary.after_forward(find_tensors(output))
+        if self._keeps_local():
+            self._watch_local_backward(find_tensors(output))
         if self._engine is None:
             return output
         if syncing and self._sends_gradients():
@@ -430,10 +434,16 @@ class DataParallelSession:
         """Forwards inside it accumulate gradients locally, until a backward whose forward was outside."""
         before = self._sync_gradients
         self._sync_gradients = False
+        steps, trained = self._seen_backwards()
         try:
             yield
         finally:
             self._sync_gradients = before
+        steps_now, trained_now = self._seen_backwards()
+        if before and (steps_now > steps or trained_now > trained):
+            self._warn_of_no_sync(
+                "a backward ran inside of it whose forward was outside: its gradients are those of a step"
+            )
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -504,6 +514,40 @@ class DataParallelSession:
         # After what says which stage the engine is in.
         if of_engine is not None:
             self._load_engine_state(of_engine)
+
+    def _keeps_local(self) -> bool:
+        """Whether this forward is one of no_sync."""
+        is_of_step = self._sync_gradients or self._micro_batch is not None or not torch.is_grad_enabled()
+        return not is_of_step and not self._is_alone
+
+    def _watch_local_backward(self, outputs: Iterator[torch.Tensor]) -> None:
+        this = weakref.ref(self)
+
+        def on_gradient(_gradient: torch.Tensor) -> None:
+            if (session := this()) is not None and session._sync_gradients:
+                session._warn_of_no_sync(
+                    "a backward ran outside of it whose forward was inside: its gradients stay local"
+                )
+
+        if self._warned_of_no_sync:
+            return
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _seen_backwards(self) -> tuple[int, bool]:
+        """One of them grows with a backward whose forward was outside of no_sync."""
+        steps = 0 if self._engine is None else self._engine.stats().steps
+        return steps, self._boundary is not None and self._boundary.has_trained()
+
+    def _warn_of_no_sync(self, what: str) -> None:
+        if not self._warned_of_no_sync:
+            self._warned_of_no_sync = True
+            warnings.warn(
+                f"no_sync() is asked about in forward, as in torch, and {what}; want both inside of it, or "
+                "both outside",
+                stacklevel=4,
+            )
 
     def _begins_round(self) -> bool:
         """Whether this forward is the first of those that end in a communicating backward.

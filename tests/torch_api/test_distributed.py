@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -104,3 +105,42 @@ def test_training_in_evaluation_mode_is_training(algorithm: Algorithm) -> None:
     error = 2e-3 if algorithm.name == "bytegrad" else 0.0
     for evaluating, training in run_for_tensors(train_in_evaluation_mode, 2, algorithm):
         torch.testing.assert_close(evaluating, training, rtol=0.0, atol=error)
+
+
+def warned_of_no_sync(algorithm: Algorithm, forward_inside: bool, backward_inside: bool) -> list[str]:
+    """What two accumulations say, each of one backward as described and one as usual."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model: Any = net.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with model.no_sync() if forward_inside else nullcontext():
+                if forward_inside and backward_inside:
+                    loss(model(batch(model))).backward()
+                else:
+                    output = model(batch(model))
+            if not (forward_inside and backward_inside):
+                with model.no_sync() if backward_inside else nullcontext():
+                    loss(output).backward()
+            loss(model(batch(model))).backward()
+            optimizer.step()
+    return [str(each.message) for each in caught if "no_sync" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("forward_inside", "backward_inside", "told"),
+    [
+        (True, True, None),
+        (False, False, None),
+        (False, True, "whose forward was outside: its gradients are those of a step"),
+        (True, False, "whose forward was inside: its gradients stay local"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ALGORITHMS[::2], ids=lambda algorithm: algorithm.name)
+def test_a_backward_on_the_other_side_of_no_sync_than_its_forward_is_warned_of_once(
+    algorithm: Algorithm, forward_inside: bool, backward_inside: bool, told: str | None
+) -> None:
+    for texts in run_ranks(warned_of_no_sync, 2, algorithm, forward_inside, backward_inside):
+        assert len(texts) == (0 if told is None else 1)
+        assert told is None or told in texts[0]

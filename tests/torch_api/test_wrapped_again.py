@@ -1,4 +1,4 @@
-"""A module that `with_bagua` is called on again and again, as Bagua's tests do with all algorithms in turn."""
+"""A module that `with_bagua` is called on again, as Bagua's tests do with all algorithms in turn."""
 
 from __future__ import annotations
 
