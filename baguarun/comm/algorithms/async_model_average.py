@@ -41,7 +41,8 @@ class AsyncModelAverage(Algorithm):
     every rank, agreed in the round before (in the first one while it is under way), and a rank waits for the
     round under way before it starts the next. So a rank is never more than one period ahead, no rank is left
     waiting if all take the same number of steps, and nothing has to be stopped for evaluation or at the end.
-    Replicas differ.
+    With more steps than another one, which Bagua allows, a rank comes to wait for a round that the other
+    never starts. Replicas differ.
 
     Under `--elastic in-place` ranks go in step while newcomers are expected (docs/elastic.md).
 

@@ -17,7 +17,7 @@ __all__ = ["QAdamAlgorithm", "QAdamOptimizer"]
 class QAdamAlgorithm(QAdam):
     """Adam with 8-bit momentum after `q_adam_optimizer`'s warm-up.
 
-    `hierarchical`: only what leaves a node is compressed. `bits` is ours: 1 is 1-bit Adam. Where no optimizers
+    `hierarchical`: only what leaves a node is compressed. `bits` is ours: 1 is 1-bit Adam. If no optimizers
     are named `q_adam_optimizer` is meant. Unlike in Bagua the gradient of the warm-up's last step counts,
     bias corrections stand still with the variance, weight decay stays, and each parameter group has its own
     betas.
