@@ -236,16 +236,19 @@ class OuterStepper(Stepper):
         return {**super().hand_over(), "fragments": kept}
 
     def take_over(self, left: dict[str, Any] | None) -> None:
+        """Go on with the outer weights that were left; after steps in a World of one, with the weights of
+        now: an outer step takes the way from the old ones for that of one period, and throws far."""
         source = self._agree_on_steps(left)
-        if left is None:
+        is_source = source == self.context.rank
+        if left is None or "trained_alone" in left:
+            left = None
             self._make_room()
+            if is_source:
+                for fragment in self._fragments:
+                    fragment.begin()
         else:
             for fragment, (outer, momentum) in zip(self._fragments, left["fragments"], strict=True):
                 fragment.outer, fragment.momentum = outer, momentum
-        is_source = source == self.context.rank
-        if left is None and is_source:
-            for fragment in self._fragments:
-                fragment.begin()
         tensors = [tensor for each in self._fragments for tensor in (*each.outer, *each.momentum)]
         # Survivors have the same but for an outer step that only some of them have come to.
         share_what_differs(tensors, source, self.context.group, is_known=left is not None or is_source)
