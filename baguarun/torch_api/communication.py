@@ -302,13 +302,17 @@ def reduce_scatter(
 
 
 def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: CommLike = None) -> None:
-    """`reduce_scatter` into the part of `tensor` with this rank's number; the rest stays as it was."""
+    """`reduce_scatter` into the first of nranks parts of `tensor`, on every rank; the rest stays as it was.
+
+    That is where MPI_Reduce_scatter_block puts it with MPI_IN_PLACE.
+    """
     group = group_of(comm)
     if group is not None:
-        mine = _own_part("reduce_scatter_inplace", tensor, group)
-        result = torch.empty_like(mine)
-        reduce_scatter(tensor, result, op, group)
-        mine.copy_(result)
+        flat = output_of("reduce_scatter_inplace", "tensor", tensor)
+        count = equal_part("reduce_scatter_inplace", "tensor", flat, dist.get_world_size(group))
+        result = flat.new_empty(count)
+        reduce_scatter(flat, result, op, group)
+        flat[:count].copy_(result)
 
 
 def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: CommLike = None) -> None:
