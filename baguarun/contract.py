@@ -17,6 +17,8 @@ from typing import Any
 
 _CONTROL_HEADER = struct.Struct("!IB")
 
+_PLACE = frozenset(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"))
+
 STACKS_SIGNAL = _signal.SIGQUIT
 """Has a worker that has entered `baguarun.elastic.run` in place write the stacks of all its threads to its
 stderr; as in other runtimes."""
@@ -156,6 +158,8 @@ class WorkerEnv:
     """`--detect-timeout`; None where the job is not resized in place."""
     extra: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further variables for this worker alone (device binding, OMP_NUM_THREADS, the transport's)."""
+    named: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Which of the variables of a worker's place were there to be read; the others have their defaults."""
 
     @classmethod
     def for_worker(cls, world: World, local_rank: int, **rest: Any) -> WorkerEnv:
@@ -245,7 +249,8 @@ class WorkerEnv:
         return cls(
             rank=number("RANK", 0),
             local_rank=number("LOCAL_RANK", 0),
-            node_rank=number("GROUP_RANK", 0),
+            # The older name is looked at only where the newer one is not there: it may hold anything.
+            node_rank=int(env.get("GROUP_RANK") or env.get("NODE_RANK") or 0),
             num_nodes=number("GROUP_WORLD_SIZE", 1),
             world_size=number("WORLD_SIZE", 1),
             local_world_size=number("LOCAL_WORLD_SIZE", number("WORLD_SIZE", 1)),
@@ -261,6 +266,7 @@ class WorkerEnv:
             timeline=env.get("BAGUARUN_TIMELINE", ""),
             control_fd=number("BAGUARUN_CONTROL_FD", 0) or None,
             detect_timeout_s=float(env.get("BAGUARUN_DETECT_TIMEOUT_S", 0)) or None,
+            named=_PLACE & env.keys(),
         )
 
 

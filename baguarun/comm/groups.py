@@ -1,10 +1,12 @@
 """Process groups: the job's default group, and the engine's own.
 
-`init_process_group` needs torchrun's variables only, whoever set them: this launcher, torchrun or a hand.
+`init_process_group` needs torchrun's variables only, whoever set them: this launcher, torchrun or a hand. Or
+the script says the worker's place, which then stands beside them for as long as the default group does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import warnings
@@ -22,24 +24,32 @@ from torch.distributed import distributed_c10d as c10d
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.backend import BaguanetOptions, backend_of, backend_on_cpu
 from baguarun.comm.extension import load_extension
+from baguarun.comm.place import GivenPlace, find_place, require_named
 from baguarun.comm.rails import NodeLayout, lay_out
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 
 
 def init_process_group(
-    backend: str | None = None, *, timeout: timedelta | None = None, store: c10d.Store | None = None
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    store: c10d.Store | None = None,
+    place: GivenPlace | None = None,
 ) -> None:
     """Join the job's default process group; a script started by plain `python` becomes a World of one.
 
     `backend` is nccl where CUDA is there, else baguanet; any other that torch knows may be named, also in
     torch's form "cpu:baguanet,cuda:nccl", whose part for CUDA is left out with a warning where there is no
     CUDA device. `timeout` bounds each collective (None: torch's own). Ranks meet in `store`, which all share
-    (None: rank 0's, at MASTER_ADDR and MASTER_PORT). On CUDA the device of LOCAL_RANK becomes the current
-    one. A second call does nothing if it asks for the same. Raises `UsageError` for a broken environment or
-    a second call that asks for another backend.
+    (None: rank 0's, at MASTER_ADDR and MASTER_PORT). `place` is this worker's by the script, beside what the
+    environment says. On CUDA the device of the local rank becomes the current one. A second call does nothing
+    if it asks for the same. Raises `UsageError` for a broken environment, a place that contradicts it, a
+    store without any place, or a second call that asks for another backend or place.
     """
-    env = read_worker_env()
+    env = _read_environment()
+    if place:
+        env = find_place(env, place)
     has_cuda = torch.cuda.is_available()
     if backend is not None:
         backend = usable_backends(backend, has_cuda)
@@ -51,30 +61,46 @@ def init_process_group(
                 f"init_process_group(backend={backend!r}): the group exists with backend {present!r}; "
                 "want the same backend, or dist.destroy_process_group() first"
             )
+        if place:
+            _require_present(env)
         return
+    if store is not None and not place:
+        require_named(env)
     if has_cuda:
         _choose_device(env.local_rank)
+    _join(chosen, store, env, timeout)
+    if place:
+        _remember(env)
+    abort_with_others(dist.group.WORLD)
+
+
+def _join(backend: str, store: c10d.Store | None, env: WorkerEnv, timeout: timedelta | None) -> None:
+    place: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     if store is None and env.world_size == 1 and not env.master_port:
         store = torch._C._distributed_c10d.HashStore()
     if store is not None:
-        dist.init_process_group(
-            chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
-        )
-        abort_with_others(dist.group.WORLD)
+        dist.init_process_group(backend, store=store, timeout=timeout, **place)
         return
     if not env.master_port:
         raise UsageError(
             f"WORLD_SIZE={env.world_size} but MASTER_PORT is not set; want MASTER_ADDR and MASTER_PORT of "
             "rank 0 (torchrun and `baguarun run` set them)"
         )
-    dist.init_process_group(
-        chosen,
-        init_method="env://",
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timeout,
-    )
-    abort_with_others(dist.group.WORLD)
+    dist.init_process_group(backend, init_method="env://", timeout=timeout, **place)
+
+
+def _require_present(env: WorkerEnv) -> None:
+    """Raise `UsageError` unless the default group that exists already has this worker at that place."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (env.rank, env.world_size) != (rank, world_size):
+        raise UsageError(
+            f"init_process_group(rank={env.rank}, world_size={env.world_size}): the group exists, and this "
+            f"worker is rank {rank} of {world_size} in it; want the same, or "
+            "dist.destroy_process_group() first"
+        )
+    if _told_place() is None:
+        # Torch made the group, which has no word for nodes.
+        _remember(env)
 
 
 def usable_backends(backend: str, has_cuda: bool) -> str:
@@ -91,6 +117,14 @@ def usable_backends(backend: str, has_cuda: bool) -> str:
 
 def read_worker_env() -> WorkerEnv:
     """This worker's place, checked; `UsageError` names the variable that makes no sense."""
+    env, told = _read_environment(), _told_place()
+    if told is None:
+        return env
+    place = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
+    return dataclasses.replace(env, **{name: getattr(told, name) for name in place})
+
+
+def _read_environment() -> WorkerEnv:
     try:
         env = WorkerEnv.from_environ()
     except ValueError as error:
@@ -100,6 +134,29 @@ def read_worker_env() -> WorkerEnv:
     if not 0 <= env.rank < env.world_size:
         raise UsageError(f"RANK={env.rank}: want 0 <= RANK < WORLD_SIZE={env.world_size}")
     return env
+
+
+@dataclass(frozen=True)
+class _ToldPlace:
+    """What the script said, for the default group that was made of it."""
+
+    world: weakref.ref[dist.ProcessGroup]
+    env: WorkerEnv
+
+
+_told: _ToldPlace | None = None
+
+
+def _remember(env: WorkerEnv) -> None:
+    global _told
+    world = dist.group.WORLD
+    assert world is not None
+    _told = _ToldPlace(weakref.ref(world), env)
+
+
+def _told_place() -> WorkerEnv | None:
+    world = dist.group.WORLD
+    return _told.env if _told is not None and world is not None and _told.world() is world else None
 
 
 def engine_group(parent: dist.ProcessGroup, device: torch.device, *, arena_bytes: int) -> dist.ProcessGroup:

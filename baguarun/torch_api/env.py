@@ -1,4 +1,4 @@
-"""Bagua's `env` module: this worker's place in the job."""
+"""Bagua's `env` module: a worker's place in the job, as `init_process_group` was told, or by variables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def get_local_size() -> int:
 
 
 def get_node_rank() -> int:
-    """Place of this node among the nodes: GROUP_RANK, which this launcher and torchrun set."""
+    """Place of this node among the nodes: GROUP_RANK, which launchers of today set, else NODE_RANK."""
     return read_worker_env().node_rank
 
 

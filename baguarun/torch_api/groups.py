@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from baguarun.comm.groups import group_timeout, new_local_group, read_worker_env, same_number_of_groups
 from baguarun.comm.groups import init_process_group as _init_process_group
+from baguarun.comm.place import GivenPlace
 from baguarun.errors import UsageError
 
 __all__ = [
@@ -129,16 +130,27 @@ class BaguaProcessGroup:
 
 
 def init_process_group(
-    store: c10d.Store | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+    store: c10d.Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> None:
     """Join the job's default process group, over `store` if there is one, else over MASTER_ADDR's.
+
+    What is -1 is the environment's: RANK, WORLD_SIZE, LOCAL_WORLD_SIZE; where that does not say how many
+    workers a node has, all are on one. Ranks of a node are consecutive. Raises `UsageError` for a place that
+    makes no sense or contradicts the environment, and for a store without any place.
 
     As `baguarun.init_process_group`: NCCL where CUDA is there, else baguanet; a second call does nothing,
     where Bagua raises. A group that torch has made already is used as it is, and `store` is not.
     """
     if store is not None and not isinstance(store, c10d.Store):
         raise ArgumentError(f"init_process_group(store={store!r}): want a store; a backend goes by its name")
-    _init_process_group(backend, timeout=timeout, store=store)
+    place = GivenPlace(rank=rank, world_size=world_size, local_world_size=local_world_size)
+    _init_process_group(backend, timeout=timeout, store=store, place=place)
 
 
 def is_initialized() -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import baguarun.torch_api as bagua
+from baguarun.comm.groups import find_nodes
+from baguarun.comm.place import GivenPlace, find_place
+from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
 from baguarun.torch_api.communication import ArgumentError, CommMember, Communicator, _get_default_group
 from baguarun.torch_api.data_parallel.distributed import to_bagua_process_group
@@ -156,3 +160,149 @@ def joins_over_a_store(path: str) -> str:
 
 def test_ranks_may_meet_in_a_store_of_the_script(tmp_path: object) -> None:
     assert run_ranks(joins_over_a_store, 2, f"{tmp_path}/store") == ["gloo", "gloo"]
+
+
+PLACE = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "NODE_RANK",
+)
+
+
+def joins_as_told(path: str, port: str, local_world_size: int) -> tuple[int, ...]:
+    """As Bagua's own tests do: processes without any variable of a launcher."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    for name in PLACE:
+        os.environ.pop(name, None)
+    with pytest.raises(UsageError, match=r"neither rank=\.\.\. nor RANK, so this worker would train alone"):
+        bagua.init_process_group(dist.HashStore())
+    for kind in ("file", "tcp"):
+        if kind == "file":
+            store: dist.Store = dist.FileStore(path, size)
+        else:
+            store = dist.TCPStore("127.0.0.1", int(port), size, is_master=rank == 0)
+        bagua.init_process_group(store=store, rank=rank, world_size=size, local_world_size=local_world_size)
+        tensor = torch.ones(1)
+        bagua.allreduce_inplace(tensor)
+        assert tensor.item() == size and (bagua.get_rank(), bagua.get_world_size()) == (rank, size)
+        places = [None] * size
+        dist.all_gather_object(places, (bagua.get_local_rank(), bagua.get_node_rank()))
+        assert places == [(each % local_world_size, each // local_world_size) for each in range(size)]
+        intra = _get_default_group().get_intra_node_communicator()
+        first = rank // local_world_size * local_world_size
+        assert member(intra).ranks() == list(range(first, first + local_world_size))
+        assert len(find_nodes(_get_default_group().torch_group).nodes) == size // local_world_size
+        # Again with the same, and with nothing, it does nothing.
+        bagua.init_process_group(rank=rank, world_size=size)
+        bagua.init_process_group()
+        with pytest.raises(UsageError, match=f"this worker is rank {rank} of {size} in it"):
+            bagua.init_process_group(rank=(rank + 1) % size, world_size=size)
+        found = bagua.get_local_rank(), bagua.get_local_size(), bagua.get_node_rank()
+        dist.barrier()
+        dist.destroy_process_group()
+        # What was said holds for that group only, and is not in the environment.
+        assert bagua.get_world_size() == 1 and not set(PLACE) & os.environ.keys()
+    return found
+
+
+def test_ranks_join_by_bagua_s_arguments_and_no_variable(tmp_path: Path) -> None:
+    free_port = bagua.env.find_free_network_port()
+    places = run_ranks(joins_as_told, 4, f"{tmp_path}/store", str(free_port), 2)
+    assert places == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]
+
+
+def takes_the_device_of_the_local_rank(path: str) -> list[int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    for name in PLACE:
+        os.environ.pop(name, None)
+    chosen: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("torch.cuda.device_count", lambda: 2)
+        patch.setattr("torch.cuda.set_device", chosen.append)
+        bagua.init_process_group(dist.FileStore(path, size), rank, size, 2, backend="baguanet")
+    return chosen
+
+
+def test_the_device_is_the_local_rank_s(tmp_path: Path) -> None:
+    assert run_ranks(takes_the_device_of_the_local_rank, 4, f"{tmp_path}/store") == [[0], [1], [0], [1]]
+
+
+def with_variables(**variables: str) -> WorkerEnv:
+    return WorkerEnv.from_environ(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "place"),
+    [
+        ({}, {"rank": 3, "world_size": 4}, (3, 4, 3, 4, 0)),
+        ({"LOCAL_WORLD_SIZE": "2"}, {"rank": 3, "world_size": 4}, (3, 4, 1, 2, 1)),
+        ({"RANK": "3"}, {"world_size": 4, "local_world_size": 2}, (3, 4, 1, 2, 1)),
+        # Nodes of three workers and one: the launcher's word.
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
+            {"rank": 3, "world_size": 4},
+            (3, 4, 0, 1, 1),
+        ),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "7"}, {"rank": 3, "world_size": 4}, (3, 4, 1, 4, 7)),
+        ({"NODE_RANK": "7"}, {"rank": 3, "world_size": 4, "local_world_size": 2}, (3, 4, 1, 2, 7)),
+    ],
+)
+def test_arguments_and_variables_make_up_one_place(
+    variables: dict[str, str], given: dict[str, int], place: tuple[int, ...]
+) -> None:
+    found = find_place(with_variables(**variables), GivenPlace(**given))
+    assert place == (
+        *(found.rank, found.world_size),
+        *(found.local_rank, found.local_world_size, found.node_rank),
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "message"),
+    [
+        ({}, {"rank": 0}, r"neither world_size=\.\.\. nor WORLD_SIZE"),
+        ({}, {"local_world_size": 1}, r"neither rank=\.\.\. nor RANK"),
+        ({}, {"rank": 2, "world_size": 2}, r"rank=2\): want 0 <= rank < world_size=2"),
+        ({}, {"rank": -2, "world_size": 2}, r"rank=-2\): want 0 <= rank < world_size=2"),
+        ({}, {"rank": 0, "world_size": 0}, r"world_size=0\): want at least 1"),
+        ({}, {"rank": 0, "world_size": 4, "local_world_size": 3}, r"=3; want 1 to world_size=4, of which"),
+        ({}, {"rank": 0, "world_size": 4, "local_world_size": 0}, r"=0; want 1 to world_size=4"),
+        ({"LOCAL_WORLD_SIZE": "3"}, {"rank": 0, "world_size": 4}, r"=3; want 1 to world_size=4"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"rank": 0, "world_size": 2}, r"the environment has RANK=1"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"rank": 1, "world_size": 3}, r"has WORLD_SIZE=2"),
+        (
+            {"LOCAL_WORLD_SIZE": "4"},
+            {"rank": 1, "world_size": 4, "local_world_size": 2},
+            r"the environment has LOCAL_WORLD_SIZE=4; want the same, or one of them only",
+        ),
+        (
+            {"LOCAL_RANK": "0"},
+            {"rank": 3, "world_size": 4, "local_world_size": 2},
+            r"has local rank 1, but LOCAL_RANK=0",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_with_what_is_wanted(
+    variables: dict[str, str], given: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_place(with_variables(**variables), GivenPlace(**given))
+
+
+def test_an_older_launcher_s_node_rank_counts_where_the_newer_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NODE_RANK", "3")
+    assert bagua.get_node_rank() == 3
+    monkeypatch.setenv("GROUP_RANK", "1")
+    monkeypatch.setenv("NODE_RANK", "gpu-17")
+    assert bagua.get_node_rank() == 1
