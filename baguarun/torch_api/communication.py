@@ -52,6 +52,8 @@ __all__ = [
     "Communicator",
     "ReduceOp",
     "_get_default_group",
+    "_rank_not_in_comm",
+    "_rank_not_in_group",
     "allgather",
     "allgather_inplace",
     "allreduce",
@@ -385,6 +387,16 @@ def barrier(comm: CommLike = None) -> None:
     group = group_of(comm)
     if group is not None:
         dist.barrier(group=group)
+
+
+def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
+    """Whether this rank is outside of `group`; of the default group no rank is."""
+    return _rank_not_in_comm(group)
+
+
+def _rank_not_in_comm(comm: CommLike = None) -> bool:
+    """Whether primitives do nothing with `comm` on this rank."""
+    return comm is not None and group_of(comm) is None
 
 
 # The older name is deprecated from torch 2.13 on, and the only one before.

@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from baguarun.comm.agreement import refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
+from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.groups import new_local_group
 from baguarun.comm.session import DataParallelSession, SessionSettings
 from baguarun.errors import UsageError
 from baguarun.torch_api.groups import BaguaProcessGroup, group_of
@@ -44,7 +46,7 @@ def with_bagua(
     and `bagua_optimizers` to the module; names in its state_dict stay as they are. Parameters, buffers and
     the state of optimizers begin as rank 0's; after that buffers are each rank's own, and a forward in
     evaluation mode communicates nothing. Raises `UsageError` for what cannot be served. Collective over the
-    group.
+    group; a rank outside of it trains alone, with the same attributes.
 
     Called again, on all ranks after the same step, it first ends what the last call has made: exchanges
     under way are waited for, gradients are dropped. In the middle of a step or of a backward it is refused.
@@ -119,11 +121,15 @@ def _detach(module: nn.Module, present: _Attached) -> list[dist.ProcessGroup]:
             module.__dict__.pop(name, None)
 
 
-def torch_group_of(process_group: BaguaProcessGroup | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """What the session takes for a group; `UsageError` on a rank that is not a member."""
+def torch_group_of(
+    process_group: BaguaProcessGroup | dist.ProcessGroup | int | None,
+) -> dist.ProcessGroup | None:
+    """What the session takes for a group; on a rank that is not a member, a new one of this rank alone.
+
+    The only int is torch's `GroupMember.NON_GROUP_MEMBER`.
+    """
     if process_group is None:
         return None
     group = group_of(process_group)
-    if group is None:
-        raise UsageError("this rank is not a member of process_group")
-    return group
+    # Ours on a GPU, too: nothing is sent over it, and NCCL may want all ranks for any new group.
+    return new_local_group([dist.get_rank()], backend=BAGUANET) if group is None else group

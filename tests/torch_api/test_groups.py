@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import baguarun.torch_api as bagua
 from baguarun.comm.groups import find_nodes
 from baguarun.comm.place import GivenPlace, find_place
 from baguarun.contract import WorkerEnv
 from baguarun.errors import UsageError
-from baguarun.torch_api.communication import ArgumentError, CommMember, Communicator, _get_default_group
-from baguarun.torch_api.data_parallel.distributed import to_bagua_process_group
+from baguarun.torch_api.communication import (
+    ArgumentError,
+    CommMember,
+    Communicator,
+    _get_default_group,
+    _rank_not_in_comm,
+    _rank_not_in_group,
+)
+from baguarun.torch_api.data_parallel.distributed import DistributedDataParallel, to_bagua_process_group
 from tests.comm.models import assert_averaged, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
 
@@ -102,13 +113,66 @@ def refuses_groups() -> None:
         bagua.from_torch_group("odd")  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="stream"):
         bagua.new_group(stream=object())  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="not a member"):
-        mlp().with_bagua([], "bytegrad", _outside())  # type: ignore[operator]
 
 
-def _outside() -> bagua.BaguaProcessGroup:
-    groups = [bagua.new_group([rank]) for rank in range(bagua.get_world_size())]
-    return groups[bagua.get_rank() - 1]
+def trains_alone_outside() -> None:
+    """As Bagua's programs do: all ranks wrap with a group of some, by now in unequal numbers of groups."""
+    rank = bagua.get_rank()
+    group = bagua.new_group([1, 2])
+    assert _rank_not_in_group(group) == (rank in (0, 3)) == _rank_not_in_comm(group.get_global_communicator())
+    assert not _rank_not_in_group() and not _rank_not_in_comm()
+    algorithms = bagua.algorithms
+    wrappers: list[Callable[[nn.Module, torch.optim.Optimizer, Any], Any]] = [
+        lambda model, optimizer, algorithm: model.with_bagua([optimizer], algorithm, group),
+        lambda model, optimizer, algorithm: DistributedDataParallel(
+            model, process_group=group, optimizers=[optimizer], algorithm=algorithm
+        ),
+    ]
+    for wrap in wrappers:
+        for make in (
+            algorithms.gradient_allreduce.GradientAllReduceAlgorithm,
+            algorithms.async_model_average.AsyncModelAverageAlgorithm,
+            algorithms.decentralized.LowPrecisionDecentralizedAlgorithm,
+        ):
+            plain = mlp()
+            model = copy.deepcopy(plain)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            algorithm = make()
+            wrapped = wrap(model, optimizer, algorithm)
+            assert wrapped.bagua_algorithm is algorithm and wrapped.bagua_optimizers == [optimizer]
+            first, second = batch(plain), batch(plain)
+            with wrapped.no_sync():
+                loss(wrapped(first)).backward()
+            loss(wrapped(second)).backward()
+            optimizer.step()
+            if isinstance(algorithm, algorithms.async_model_average.AsyncModelAverageAlgorithm):
+                algorithm.abort(wrapped)
+                algorithm.resume(wrapped)
+            if rank in (0, 3):
+                loss(plain(first)).backward()
+                loss(plain(second)).backward()
+                torch.optim.SGD(plain.parameters(), lr=0.01).step()
+                for alone, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+                    assert torch.equal(alone, parameter)
+                assert wrapped.stats().bytes_sent == 0
+            elif algorithm == algorithms.gradient_allreduce.GradientAllReduceAlgorithm():
+                weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+                both = torch.empty(2 * weights.numel())
+                bagua.allgather(weights, both, group)
+                assert torch.equal(both[: weights.numel()], both[weights.numel() :])
+                assert wrapped.stats().bytes_sent > 0
+    # As when a model is wrapped again: with the group, and by all.
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for where in (group, None, group):
+        model.with_bagua([optimizer], "decentralized", where)  # type: ignore[operator]
+        loss(model(batch(model))).backward()
+        optimizer.step()
+    assert (model.stats().weight_rounds == 1) == (rank in (1, 2))
+    # The World goes on together.
+    ones = torch.ones(1)
+    bagua.allreduce_inplace(ones)
+    assert ones.item() == 4
 
 
 def trains_in_a_group() -> None:
@@ -130,6 +194,7 @@ def all_of_it() -> None:
     takes_torch_groups()
     finds_nodes_of_unequal_size()
     refuses_groups()
+    trains_alone_outside()
     trains_in_a_group()
 
 

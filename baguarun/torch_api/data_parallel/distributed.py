@@ -34,7 +34,8 @@ class DistributedDataParallel_V1_9_0(OurDistributedDataParallel):
     is None here, what measured best, where Bagua has 25 and does not use it. With `device_ids`,
     `output_device` or `broadcast_buffers=False` Bagua falls back to torch's DDP and drops the algorithm; here
     they work with it. `check_reduction` has no effect, in torch neither; True is answered by a warning.
-    Raises and collective as `baguarun.DistributedDataParallel`.
+    Raises and collective as `baguarun.DistributedDataParallel`; but a rank outside of `process_group` trains
+    alone.
     """
 
     def __init__(
