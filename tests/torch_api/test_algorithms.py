@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -18,13 +20,53 @@ from tests.comm.ranks import run_ranks
 
 
 def test_an_algorithm_is_made_from_its_name_and_bagua_s_arguments() -> None:
-    assert Algorithm.init("bytegrad", average=False) == ByteGrad(hierarchical=True, average=False)
-    assert Algorithm.init("gradient_allreduce", hierarchical=False) == GradientAllReduce()
+    found = Algorithm.init("bytegrad", average=False)
+    assert found == bagua.algorithms.bytegrad.ByteGradAlgorithm(average=False)
+    assert found != bagua.algorithms.bytegrad.ByteGradAlgorithm()
+    assert isinstance(found, ByteGrad) and found.hierarchical is True and not found.average
     assert isinstance(bagua.algorithms.bytegrad.ByteGradAlgorithm(), Algorithm)
     assert not isinstance("bytegrad", Algorithm)
     assert str(GlobalAlgorithmRegistry).startswith("Registered Algorithms: gradient_allreduce, bytegrad")
     for name in GlobalAlgorithmRegistry.available_algorithms():
         assert GlobalAlgorithmRegistry[name]["description"]
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "arguments"),
+    [
+        ("gradient_allreduce", "GradientAllReduceAlgorithm", {"hierarchical": False, "average": True}),
+        ("bytegrad", "ByteGradAlgorithm", {"hierarchical": True, "average": True}),
+        (
+            "decentralized",
+            "DecentralizedAlgorithm",
+            {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
+        ),
+        (
+            "decentralized",
+            "LowPrecisionDecentralizedAlgorithm",
+            {"hierarchical": True, "communication_interval": 1},
+        ),
+        (
+            "async_model_average",
+            "AsyncModelAverageAlgorithm",
+            {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
+        ),
+    ],
+)
+def test_algorithms_are_classes_with_baguas_arguments_and_defaults(
+    module: str, kind: str, arguments: dict[str, object]
+) -> None:
+    """Scripts ask for `type(algorithm) in [...]`, and tell two of them apart by identity or not at all."""
+    found = getattr(getattr(bagua.algorithms, module), kind)
+    signature = inspect.signature(found).parameters
+    assert {name: parameter.default for name, parameter in signature.items()} == arguments
+    algorithm = found(*arguments.values())
+    assert type(algorithm) in [found] and algorithm == found(**arguments) == found()
+    assert hash(algorithm) == hash(found()) and repr(algorithm).startswith(f"{kind}(")
+    assert copy.deepcopy(algorithm) == algorithm
+    for name, value in arguments.items():
+        if hasattr(algorithm, name):
+            assert getattr(algorithm, name) == value
 
 
 @pytest.mark.parametrize("error", [KeyError, UsageError])
