@@ -41,6 +41,25 @@ def output_of(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
+def memory_of(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in one dimension as they lie in memory, as a view to read and write.
+
+    Raises `ArgumentError` for a tensor with gaps in its memory, or with one place for several elements.
+    """
+    _require_dense(where, name, tensor)
+    if not _fills_its_memory(tensor):
+        raise ArgumentError(
+            f"{where}: {name} has gaps or overlaps in memory, so it cannot be filled; want contiguous()"
+        )
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def sent_of(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What a receiver with the same layout fills by `memory_of`; with gaps, a copy in the indices' order."""
+    _require_dense(where, name, tensor)
+    return (memory_of if _fills_its_memory(tensor) else input_of)(where, name, tensor)
+
+
 def require_same_kind(where: str, send: torch.Tensor, recv: torch.Tensor) -> None:
     """Raise `ArgumentError` unless both tensors have one dtype and one device."""
     if send.dtype != recv.dtype or send.device != recv.device:
@@ -141,6 +160,10 @@ class Pieces:
         return [
             self.tensor[start : start + count] for start, count in zip(self.starts, self.counts, strict=True)
         ]
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _require_dense(where: str, name: str, tensor: torch.Tensor) -> None:

@@ -3,8 +3,10 @@
 Every primitive is collective over its communicator `comm` (see `CommLike`; by default the default group's)
 and returns at once, with None, on a rank that is not a member. `src` and `dst` are ranks of the communicator.
 Tensors are dense, with the dtype and device of each other and with the same element counts on all ranks; only
-element counts matter, shapes do not. Outputs are contiguous. On CPU a primitive returns when its result is
-there; on CUDA when it is enqueued, in order with the current stream.
+element counts matter, shapes do not. Outputs are contiguous. Where one tensor is all that a primitive has
+(send, recv, broadcast, the _inplace forms) it may also be dense in another order, as channels_last is, and
+travels as it lies in memory: then it must lie alike on all ranks. On CPU a primitive returns when its result
+is there; on CUDA when it is enqueued, in order with the current stream.
 
 Each raises `ArgumentError` (a `ValueError`) for tensors or ranks that cannot be meant, `UsageError` before
 `init_process_group`, and what the backend raises if a peer is lost or the timeout passes.
@@ -23,11 +25,13 @@ from baguarun.torch_api.arguments import (
     ReduceOp,
     equal_part,
     input_of,
+    memory_of,
     other_rank,
     output_of,
     require_count,
     require_rank,
     require_same_kind,
+    sent_of,
     torch_op,
 )
 from baguarun.torch_api.groups import (
@@ -89,7 +93,7 @@ def send(tensor: torch.Tensor, dst: int, comm: CommLike = None) -> None:
     group = group_of(comm)
     if group is not None:
         peer = other_rank("send", "dst", dst, group)
-        dist.send(input_of("send", "tensor", tensor), group=group, group_dst=peer)
+        dist.send(sent_of("send", "tensor", tensor), group=group, group_dst=peer)
 
 
 def recv(tensor: torch.Tensor, src: int, comm: CommLike = None) -> None:
@@ -97,7 +101,7 @@ def recv(tensor: torch.Tensor, src: int, comm: CommLike = None) -> None:
     group = group_of(comm)
     if group is not None:
         peer = other_rank("recv", "src", src, group)
-        dist.recv(output_of("recv", "tensor", tensor), group=group, group_src=peer)
+        dist.recv(memory_of("recv", "tensor", tensor), group=group, group_src=peer)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: CommLike = None) -> None:
@@ -105,7 +109,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0, comm: CommLike = None) -> None
     group = group_of(comm)
     if group is not None:
         root = require_rank("broadcast", "src", src, group)
-        dist.broadcast(output_of("broadcast", "tensor", tensor), group=group, group_src=root)
+        dist.broadcast(memory_of("broadcast", "tensor", tensor), group=group, group_src=root)
 
 
 def broadcast_coalesced(tensors: Sequence[torch.Tensor], src: int = 0, comm: CommLike = None) -> None:
@@ -162,7 +166,10 @@ def reduce_inplace(
     tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: CommLike = None
 ) -> None:
     """`reduce` with the result in `tensor` of rank `dst`; the other ranks' stay as they were."""
-    reduce(tensor, tensor, dst, op, comm)
+    group = group_of(comm)
+    if group is not None:
+        flat = memory_of("reduce_inplace", "tensor", tensor)
+        reduce(flat, flat, dst, op, group)
 
 
 def allreduce(
@@ -186,7 +193,10 @@ def allreduce(
 
 def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: CommLike = None) -> None:
     """`allreduce` with the result in `tensor`."""
-    allreduce(tensor, tensor, op, comm)
+    group = group_of(comm)
+    if group is not None:
+        flat = memory_of("allreduce_inplace", "tensor", tensor)
+        allreduce(flat, flat, op, group)
 
 
 def allreduce_coalesced_inplace(
@@ -216,8 +226,9 @@ def allgather_inplace(tensor: torch.Tensor, comm: CommLike = None) -> None:
     """`allgather` of nranks equal parts of `tensor`, of which each rank gives the one with its number."""
     group = group_of(comm)
     if group is not None:
-        mine = _own_part("allgather_inplace", tensor, group)
-        allgather(mine.clone(), tensor, group)
+        flat = memory_of("allgather_inplace", "tensor", tensor)
+        count = equal_part("allgather_inplace", "tensor", flat, dist.get_world_size(group))
+        allgather(_parts(flat, count, group)[dist.get_rank(group)].clone(), flat, group)
 
 
 def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: CommLike = None) -> None:
@@ -247,10 +258,9 @@ def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: CommLike = 
     group = group_of(comm)
     if group is None:
         return
-    mine = _rooted_part(
-        "gather_inplace", tensor, count, require_rank("gather_inplace", "dst", dst, group), group
-    )
-    gather(mine.clone(), tensor, dst, group)
+    root = require_rank("gather_inplace", "dst", dst, group)
+    flat = memory_of("gather_inplace", "tensor", tensor)
+    gather(_rooted_part("gather_inplace", flat, count, root, group).clone(), flat, dst, group)
 
 
 def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: CommLike = None) -> None:
@@ -281,8 +291,9 @@ def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: CommLike =
     if group is None:
         return
     root = require_rank("scatter_inplace", "src", src, group)
-    mine = _rooted_part("scatter_inplace", tensor, count, root, group)
-    scatter(tensor, torch.empty_like(mine) if dist.get_rank(group) == root else mine, src, group)
+    flat = memory_of("scatter_inplace", "tensor", tensor)
+    mine = _rooted_part("scatter_inplace", flat, count, root, group)
+    scatter(flat, torch.empty_like(mine) if dist.get_rank(group) == root else mine, src, group)
 
 
 def reduce_scatter(
@@ -310,7 +321,7 @@ def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, co
     """
     group = group_of(comm)
     if group is not None:
-        flat = output_of("reduce_scatter_inplace", "tensor", tensor)
+        flat = memory_of("reduce_scatter_inplace", "tensor", tensor)
         count = equal_part("reduce_scatter_inplace", "tensor", flat, dist.get_world_size(group))
         result = flat.new_empty(count)
         reduce_scatter(flat, result, op, group)
@@ -333,7 +344,8 @@ def alltoall_inplace(tensor: torch.Tensor, comm: CommLike = None) -> None:
     """`alltoall` with the result in `tensor`."""
     group = group_of(comm)
     if group is not None:
-        alltoall(input_of("alltoall_inplace", "tensor", tensor).clone(), tensor, group)
+        flat = memory_of("alltoall_inplace", "tensor", tensor)
+        alltoall(flat.clone(), flat, group)
 
 
 def alltoall_v(
@@ -378,8 +390,8 @@ def alltoall_v_inplace(
     """`alltoall_v` that swaps the parts of `tensor`: as many elements come from each rank as go there."""
     group = group_of(comm)
     if group is not None:
-        source = input_of("alltoall_v_inplace", "tensor", tensor).clone()
-        alltoall_v(source, counts, displs, tensor, counts, displs, group)
+        flat = memory_of("alltoall_v_inplace", "tensor", tensor)
+        alltoall_v(flat.clone(), counts, displs, flat, counts, displs, group)
 
 
 def barrier(comm: CommLike = None) -> None:
@@ -403,20 +415,14 @@ def _rank_not_in_comm(comm: CommLike = None) -> bool:
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _own_part(where: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    count = equal_part(where, "tensor", tensor, dist.get_world_size(group))
-    return _parts(output_of(where, "tensor", tensor), count, group)[dist.get_rank(group)]
-
-
 def _rooted_part(
-    where: str, tensor: torch.Tensor, count: int, root: int, group: dist.ProcessGroup
+    where: str, flat: torch.Tensor, count: int, root: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """This rank's `count` elements: its part on the root, the whole tensor elsewhere."""
-    flat = output_of(where, "tensor", tensor)
     if dist.get_rank(group) != root:
-        require_count(where, "tensor", tensor, count, "count")
+        require_count(where, "tensor", flat, count, "count")
         return flat
-    require_count(where, "tensor", tensor, count * dist.get_world_size(group), "nranks times count")
+    require_count(where, "tensor", flat, count * dist.get_world_size(group), "nranks times count")
     return _parts(flat, count, group)[root]
 
 

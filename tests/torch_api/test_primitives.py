@@ -211,10 +211,76 @@ def odd_tensors() -> None:
     received = blank()
     bagua.allreduce(given(rank, 2)[::2], received)
     assert torch.equal(received, functools.reduce(operator.add, [each[::2] for each in all_given(2)]))
+    channels_last_images()
     empty = torch.empty(0)
     bagua.allreduce_inplace(empty)
     bagua.allgather(empty, empty)
     bagua.alltoall_inplace(empty)
+
+
+def channels_last_images() -> None:
+    """Tensors without gaps travel as they lie in memory, where one tensor is both input and output."""
+    rank, size = bagua.get_rank(), bagua.get_world_size()
+
+    def image(rank: int, parts: int = 1) -> torch.Tensor:
+        plain = given(rank, 4 * parts).view(2 * parts, 3, 2, 2)
+        return plain.contiguous(memory_format=torch.channels_last)
+
+    def in_memory(rank: int, parts: int = 1) -> torch.Tensor:
+        return image(rank, parts).permute(0, 2, 3, 1).reshape(-1)
+
+    def lies(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+        return tensor.permute(0, 2, 3, 1).reshape(-1)
+
+    total = functools.reduce(operator.add, [in_memory(each) for each in range(size)])
+    for root in range(size):
+        tensor = image(rank)
+        bagua.broadcast(tensor, root)
+        assert torch.equal(tensor, image(root))
+        tensor = image(rank)
+        bagua.reduce_inplace(tensor, root)
+        assert torch.equal(lies(tensor), total if rank == root else in_memory(rank))
+    tensor = image(rank)
+    bagua.allreduce_inplace(tensor)
+    assert torch.equal(lies(tensor), total)
+    tensor = image(rank).transpose(0, 1)
+    bagua.allreduce_inplace(tensor)
+    assert torch.equal(lies(tensor.transpose(0, 1)), total)
+    if size > 1:
+        received = torch.empty_like(image(0))
+        if rank == 0:
+            bagua.send(image(0), 1)
+        elif rank == 1:
+            bagua.recv(received, 0)
+            assert torch.equal(received, image(0))
+
+    part_size = in_memory(0).numel()
+
+    def parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flat.split(part_size)
+
+    tensor = image(rank, size)
+    bagua.alltoall_inplace(tensor)
+    wanted = torch.cat([parts(in_memory(each, size))[rank] for each in range(size)])
+    assert torch.equal(lies(tensor), wanted)
+    counts, starts = [part_size] * size, [part_size * each for each in range(size)]
+    bagua.alltoall_v_inplace(tensor, counts, starts)
+    assert torch.equal(lies(tensor), in_memory(rank, size))
+    bagua.allgather_inplace(tensor)
+    gathered = torch.cat([parts(in_memory(each, size))[each] for each in range(size)])
+    assert torch.equal(lies(tensor), gathered)
+    tensor = image(rank, size) if rank == 0 else image(rank)
+    bagua.gather_inplace(tensor, part_size, 0)
+    assert rank or torch.equal(
+        lies(tensor), torch.cat([parts(in_memory(0, size))[0], *map(in_memory, range(1, size))])
+    )
+    bagua.scatter_inplace(tensor, part_size, 0)
+    assert not rank or torch.equal(lies(tensor), in_memory(rank))
+    tensor = image(rank, size)
+    bagua.reduce_scatter_inplace(tensor)
+    whole = functools.reduce(operator.add, [in_memory(each, size) for each in range(size)])
+    assert torch.equal(parts(lies(tensor))[0], parts(whole)[rank])
 
 
 PROGRAMS = [
@@ -267,8 +333,9 @@ def refusals() -> None:
         (r"op=<RedOpType\.SUM", lambda: bagua.allreduce_inplace(tensor, dist.ReduceOp.SUM)),  # type: ignore[arg-type]
         (r"op=4; want ReduceOp's SUM", lambda: bagua.allreduce_inplace(tensor, 4)),  # type: ignore[arg-type]
         (r"tensor is torch\.sparse_coo", lambda: bagua.broadcast(tensor.to_sparse())),
-        (r"not contiguous", lambda: bagua.broadcast(given(0, 2)[::2])),
-        (r"not contiguous", lambda: bagua.reduce_inplace(given(0, 2)[::2], 0)),
+        (r"not contiguous", lambda: bagua.allreduce(tensor, given(0, 2)[::2])),
+        (r"gaps", lambda: bagua.broadcast(given(0, 2)[::2])),
+        (r"gaps", lambda: bagua.reduce_inplace(torch.ones(1).expand(6), 0)),
         (r"count", lambda: bagua.gather_inplace(tensor, COUNT + 1, 0)),
         (
             r"1 counts and 2 displacements; want one of each per rank, 2",
