@@ -2,6 +2,7 @@
 
     BaguarunError
     ├── UsageError            show the message; only the user can mend it        (exit 2)
+    │   ├── ArgumentError     an argument of a call cannot be meant; a ValueError, too
     │   └── StoreRefusedError the store answered and said no: version, login, certificate
     ├── SetupError            show the message; this machine lacks something     (exit 3)
     ├── RetryLaterError       nothing is wrong that time does not mend
@@ -30,6 +31,10 @@ class UsageError(BaguarunError):
     """The command line, the environment or the script asks for something impossible."""
 
     exit_code = 2
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument that cannot be meant; a `ValueError` too, which scripts for torch or Bagua may catch."""
 
 
 class StoreRefusedError(UsageError):

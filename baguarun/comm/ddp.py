@@ -17,7 +17,7 @@ from baguarun.comm.groups import read_worker_env
 from baguarun.comm.models import device_of
 from baguarun.comm.session import CommunicationStats, DataParallelSession, SessionSettings
 from baguarun.comm.weighting import MicroBatch
-from baguarun.errors import UsageError
+from baguarun.errors import ArgumentError, UsageError
 
 
 class DistributedDataParallel(nn.Module):
@@ -265,16 +265,16 @@ def _input_device(
     dim: int,
 ) -> torch.device | None:
     """Where forward's inputs are moved to; None leaves them where they are."""
+    if device_ids and len(device_ids) > 1:
+        raise ArgumentError(f"device_ids={list(device_ids)}: one process serves one device; want one or None")
     if dim != 0:
-        raise UsageError(f"dim={dim}: one process serves one device, so inputs are not split; want dim=0")
+        raise ArgumentError(f"dim={dim}: one process serves one device, so inputs are not split; want dim=0")
     asked = [("device_ids", found) for found in device_ids or []]
     asked += [("output_device", output_device)] if output_device is not None else []
     for name, found in asked:
         wanted = found if isinstance(found, torch.device) else torch.device("cuda", int(found))
         if wanted != device:
-            raise UsageError(
+            raise ArgumentError(
                 f"{name} names {wanted} but the module is on {device}; want the same (on CPU: None)"
             )
-    if device_ids and len(device_ids) > 1:
-        raise UsageError(f"device_ids={list(device_ids)}: one process serves one device; want one or None")
     return device if device_ids else None

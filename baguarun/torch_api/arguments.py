@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baguarun.torch_api.groups import ArgumentError
+from baguarun.errors import ArgumentError
 
 
 class ReduceOp(enum.IntEnum):

@@ -8,8 +8,9 @@ element counts matter, shapes do not. Outputs are contiguous. Where one tensor i
 travels as it lies in memory: then it must lie alike on all ranks. On CPU a primitive returns when its result
 is there; on CUDA when it is enqueued, in order with the current stream.
 
-Each raises `ArgumentError` (a `ValueError`) for tensors or ranks that cannot be meant, `UsageError` before
-`init_process_group`, and what the backend raises if a peer is lost or the timeout passes.
+Each raises `ArgumentError` (a `ValueError`) for tensors or ranks that cannot be meant, `NoGroupError` (a
+`RuntimeError`) before `init_process_group`, and what the backend raises if a peer is lost or the timeout
+passes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baguarun.errors import ArgumentError
 from baguarun.torch_api.arguments import (
     Pieces,
     ReduceOp,
@@ -35,7 +37,6 @@ from baguarun.torch_api.arguments import (
     torch_op,
 )
 from baguarun.torch_api.groups import (
-    ArgumentError,
     BaguaProcessGroup,
     CommLike,
     CommMember,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import new_local_group
 from baguarun.comm.session import DataParallelSession, SessionSettings
-from baguarun.errors import UsageError
 from baguarun.torch_api.groups import BaguaProcessGroup, group_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -53,11 +53,11 @@ def with_bagua(
     """
     present: _Attached | None = self.__dict__.get("_baguarun_attached")
     group = torch_group_of(process_group)
+    if not do_flatten:
+        warnings.warn(
+            "with_bagua: do_flatten=False: gradients are views of flat buckets all the same", stacklevel=2
+        )
     with refusals_told(group if present is None else present.group):
-        if not do_flatten:
-            raise UsageError(
-                "with_bagua: do_flatten=False; gradients always live in flat buckets, want do_flatten=True"
-            )
         chosen = resolve(algorithm)
         if present is not None:
             present.session.require_between_steps()

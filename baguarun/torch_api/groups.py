@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from baguarun.comm.groups import group_timeout, new_local_group, read_worker_env, same_number_of_groups
 from baguarun.comm.groups import init_process_group as _init_process_group
 from baguarun.comm.place import GivenPlace
-from baguarun.errors import UsageError
+from baguarun.errors import ArgumentError, UsageError
 
 __all__ = [
     "ArgumentError",
@@ -23,6 +23,7 @@ __all__ = [
     "CommLike",
     "CommMember",
     "Communicator",
+    "NoGroupError",
     "default_group",
     "from_torch_group",
     "group_of",
@@ -32,8 +33,8 @@ __all__ = [
 ]
 
 
-class ArgumentError(UsageError, ValueError):
-    """An argument that cannot be meant; a `ValueError` too, which scripts written for Bagua may catch."""
+class NoGroupError(UsageError, RuntimeError):
+    """There is no default group yet; a `RuntimeError` too, which scripts written for Bagua may catch."""
 
 
 class CommMember(enum.Enum):
@@ -200,7 +201,7 @@ def from_torch_group(
 def group_of(comm: CommLike) -> dist.ProcessGroup | None:
     """Torch's group behind `comm`, or None if this rank is not a member.
 
-    Raises `UsageError` before `init_process_group`, `ArgumentError` for what is no communicator.
+    Raises `NoGroupError` before `init_process_group`, `ArgumentError` for what is no communicator.
     """
     if isinstance(comm, Communicator):
         return comm.torch_group
@@ -216,7 +217,7 @@ def group_of(comm: CommLike) -> dist.ProcessGroup | None:
 
 
 def default_group() -> BaguaProcessGroup:
-    """A handle of the default group; raises `UsageError` before `init_process_group`.
+    """A handle of the default group; raises `NoGroupError` before `init_process_group`.
 
     Each handle makes its own communicators per node, so keep one that asks for them.
     """
@@ -226,7 +227,7 @@ def default_group() -> BaguaProcessGroup:
 def _require_world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is None:
-        raise UsageError("there is no process group yet; call init_process_group() first")
+        raise NoGroupError("there is no process group yet; call init_process_group() first")
     return world
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from baguarun.torch_api.groups import ArgumentError
+from baguarun.errors import ArgumentError
 
 __all__ = [
     "apply_flattened_call",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from baguarun.errors import UsageError
 from tests.comm.models import assert_averaged, assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
 
@@ -59,8 +58,11 @@ def runs_bytegrad_and_no_sync() -> None:
         loss(model(first)).backward()
     loss(model(second)).backward()
     assert_averaged(model, reference, 0.02, one_scale=True)
-    with pytest.raises(UsageError, match="do_flatten"):
-        mlp().with_bagua([], "bytegrad", do_flatten=False)  # type: ignore[operator]
+    # As the wrapper's gradient_as_bucket_view=False.
+    with pytest.warns(UserWarning, match="do_flatten=False: gradients are views"):
+        unflat = mlp().with_bagua([], "bytegrad", do_flatten=False)  # type: ignore[operator]
+    loss(unflat(batch(unflat))).backward()
+    assert unflat.stats().steps == 1
 
 
 def test_the_documented_program_runs(free_port: int) -> None:

@@ -135,6 +135,11 @@ def takes_groups_and_buffers() -> None:
     assert_same_on_all_ranks([parameter.grad for parameter in model.parameters()])
     with pytest.warns(UserWarning, match="check_reduction"):
         DistributedDataParallel(mlp(), check_reduction=True)
+    for kind in (UsageError, ValueError):
+        with pytest.raises(kind, match=r"device_ids=\[0, 1\]: one process serves one device"):
+            DistributedDataParallel(mlp(), device_ids=[0, 1])
+        with pytest.raises(kind, match=r"names cuda:0 but the module is on cpu"):
+            DistributedDataParallel(mlp(), device_ids=[0])
     model = mlp()
     model._bagua_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"_bagua_params_and_buffers_to_ignore is \['0\.weight'\]"):

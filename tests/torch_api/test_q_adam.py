@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,25 @@ def test_torchs_options_that_change_no_result_are_taken(options: dict[str, bool 
 def test_torchs_fused_kernel_is_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match=r"fused=True: .* averaged already, .*; want fused=None"):
         q_adam.QAdamOptimizer(nn.Linear(2, 2).parameters(), fused=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1.0},
+        {"eps": -1e-8},
+        {"betas": (1.0, 0.999)},
+        {"betas": (0.9, -0.1)},
+        {"warmup_steps": 0},
+        {"weight_decay": -0.1},
+    ],
+)
+@pytest.mark.parametrize("error", [ValueError, UsageError])
+def test_a_setting_out_of_its_range_is_a_value_error_too(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"QAdamOptimizer: {next(iter(options))}="):
+        q_adam.QAdamOptimizer(nn.Linear(2, 2).parameters(), **options)
 
 
 def train(names_optimizer: bool) -> tuple[int, int]:

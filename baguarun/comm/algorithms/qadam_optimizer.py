@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from baguarun.comm.algorithms.stages import GradientStages
 from baguarun.comm.algorithms.stepper import require_range
 from baguarun.comm.extension import load_extension
-from baguarun.errors import UsageError
+from baguarun.errors import ArgumentError, UsageError
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -299,7 +299,7 @@ def _check_group(group: dict[str, Any]) -> None:
     require_range(name, "weight_decay", group["weight_decay"], 0)
     require_range(name, "variance_floor", group["variance_floor"], 0, 1)
     if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise UsageError(f"{name}: betas={group['betas']}; want two numbers, 0 <= beta < 1")
+        raise ArgumentError(f"{name}: betas={group['betas']}; want two numbers, 0 <= beta < 1")
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from baguarun.comm.legacy import source_of
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rail_groups import RailGroups
 from baguarun.comm.weights import FlatWeights
-from baguarun.errors import CommunicationError, UsageError
+from baguarun.errors import ArgumentError, CommunicationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,11 +334,11 @@ def _any_thread_runs(name: str) -> bool:
 
 
 def require_range(algorithm: str, field: str, value: float, low: float, high: float | None = None) -> None:
-    """Raise `UsageError` unless low <= value, and value <= high where there is one."""
+    """Raise `ArgumentError` unless low <= value, and value <= high where there is one."""
     if low <= value and (high is None or value <= high):
         return
     above = "" if high is None else f" <= {high}"
-    raise UsageError(f"{algorithm}: {field}={value}; want {low} <= {field}{above}")
+    raise ArgumentError(f"{algorithm}: {field}={value}; want {low} <= {field}{above}")
 
 
 def call(operation: Any) -> Any:
