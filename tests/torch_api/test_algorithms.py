@@ -93,11 +93,12 @@ def test_a_script_registers_algorithms_of_its_own(registered: str) -> None:
         GlobalAlgorithmRegistry.register(7, GradientAllReduce)  # type: ignore[arg-type]
 
 
-def test_bagua_s_base_class_says_where_to_go() -> None:
-    with pytest.raises(UsageError, match=r"want a subclass of baguarun\.comm\.algorithms\.Algorithm"):
-
-        class Mine(Algorithm):
-            pass
+@pytest.mark.parametrize("base", ["Algorithm", "AlgorithmImpl"])
+def test_bagua_s_base_classes_say_where_to_go(base: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"^Mine: .*; want a subclass of baguarun\.comm\.algorithms\.Algorithm .docs/writing"
+    ):
+        type("Mine", (getattr(bagua.algorithms, base),), {})
 
 
 def wraps_two_models() -> None:

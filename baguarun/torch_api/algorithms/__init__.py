@@ -9,10 +9,11 @@ from baguarun.torch_api.algorithms import (
     gradient_allreduce,
     q_adam,
 )
-from baguarun.torch_api.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+from baguarun.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 
 __all__ = [
     "Algorithm",
+    "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
     "async_model_average",
     "bytegrad",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from baguarun.comm.algorithms import Algorithm as OurAlgorithm
 from baguarun.errors import UsageError
 
-__all__ = ["Algorithm", "GlobalAlgorithmRegistry", "UnknownAlgorithmError"]
+__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "UnknownAlgorithmError"]
 
 
 class UnknownAlgorithmError(UsageError, KeyError):
@@ -62,15 +62,26 @@ class Algorithm(ABC):  # noqa: B024  (abstract for `register` below: a name for 
     """What all algorithms are instances of. It cannot be subclassed: Bagua's hooks have no engine here."""
 
     def __init_subclass__(cls) -> None:
-        raise UsageError(
-            f"{cls.__name__}: Bagua's Algorithm and AlgorithmImpl work on its engine, which is not here; "
-            "want a subclass of baguarun.comm.algorithms.Algorithm"
-        )
+        _refuse_subclass(cls)
 
     @staticmethod
     def init(name: str, **kwargs: Any) -> OurAlgorithm:
         """The algorithm registered as `name`, made with `kwargs`."""
         return GlobalAlgorithmRegistry.get(name)(**kwargs)
+
+
+class AlgorithmImpl:
+    """There to be imported beside `Algorithm`; as little as that can it be subclassed."""
+
+    def __init_subclass__(cls) -> None:
+        _refuse_subclass(cls)
+
+
+def _refuse_subclass(cls: type) -> NoReturn:
+    raise UsageError(
+        f"{cls.__name__}: Bagua's Algorithm and AlgorithmImpl work on its engine, which is not here; "
+        "want a subclass of baguarun.comm.algorithms.Algorithm (docs/writing_an_algorithm.md)"
+    )
 
 
 Algorithm.register(OurAlgorithm)  # type: ignore[type-abstract]

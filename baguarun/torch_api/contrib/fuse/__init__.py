@@ -1,0 +1,1 @@
+"""Bagua's `contrib.fuse` package."""
