@@ -54,10 +54,26 @@ def _dispatch(words: Sequence[str]) -> int:
     raise UsageError(_unknown(words))
 
 
+def _refusal(words: Sequence[str]) -> str:
+    """What `run` says to an option in them that it does not have; Bagua's command has no subcommands."""
+    from baguarun.launcher.command_line import read_command_line
+    from baguarun.launcher.options import OPTIONS
+
+    try:
+        given = read_command_line(words).given
+    except UsageError:
+        return ""
+    return next(
+        (f"{each.flag}: {each.refusal}" for each in OPTIONS if each.refusal and each.name in given), ""
+    )
+
+
 def _unknown(words: Sequence[str]) -> str:
     from baguarun.launcher.command_line import nearest
 
     first = words[0]
+    if first.startswith("-") and (refusal := _refusal(words)):
+        return refusal
     if first.startswith("-") or "." in first or "/" in first:
         import shlex
 

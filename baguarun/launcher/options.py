@@ -44,6 +44,15 @@ class Option:
         return (own, f"PET_{self.pet}") if self.pet else (own,)
 
 
+_AUTOTUNE = (
+    "not here: there is no autotune service, and buckets have the sizes that measured best; leave it out"
+)
+_SSH = (
+    "not here: nothing is started over ssh; start this on each node: baguarun run --nnodes N "
+    "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id JOB SCRIPT, or name an etcd by --store "
+    "(docs/bagua.md)"
+)
+
 WORKERS, NODES, ELASTIC, PROGRAM, OUTPUT, TORCHRUN = (
     "Workers",
     "Nodes and where they meet",
@@ -52,6 +61,8 @@ WORKERS, NODES, ELASTIC, PROGRAM, OUTPUT, TORCHRUN = (
     "Output",
     "Understood for torchrun's sake",
 )
+BAGUA = "Understood for Bagua's sake"
+"""All refused, so `--help` has no such group."""
 GROUPS = (WORKERS, NODES, ELASTIC, PROGRAM, OUTPUT, TORCHRUN)
 
 OPTIONS: tuple[Option, ...] = (
@@ -288,7 +299,7 @@ OPTIONS: tuple[Option, ...] = (
         pet="RUN_PATH",
         no_effect="the script runs in a fresh Python anyway",
     ),
-    # Known to torchrun or planned: answered, never ignored.
+    # Known to torchrun or to Bagua's launchers, or planned: answered, never ignored.
     Option(
         name="signals-to-handle",
         metavar="LIST",
@@ -332,6 +343,28 @@ OPTIONS: tuple[Option, ...] = (
         pet="VIRTUAL_LOCAL_RANK",
         refusal="not here: every worker sees all devices; take yours by LOCAL_RANK",
     ),
+    Option(name="host-list", metavar="HOST,...", group=BAGUA, refusal=_SSH),
+    Option(name="ssh-port", metavar="PORT", group=BAGUA, refusal=_SSH),
+    Option(name="autotune-level", metavar="N", group=BAGUA, harmless="0", refusal=_AUTOTUNE),
+    Option(name="autotune-max-samples", metavar="N", group=BAGUA, refusal=_AUTOTUNE),
+    Option(name="autotune-sampling-confidence-time", metavar="SECONDS", group=BAGUA, refusal=_AUTOTUNE),
+    Option(name="autotune-warmup-time", metavar="SECONDS", group=BAGUA, refusal=_AUTOTUNE),
+    Option(name="is-output-autotune-log", group=BAGUA, refusal=_AUTOTUNE),
+    Option(name="bagua-service-port", metavar="PORT", group=BAGUA, refusal=_AUTOTUNE),
+    Option(
+        name="default-bucket-size",
+        metavar="BYTES",
+        group=BAGUA,
+        refusal="not here: buckets have the sizes that measured best; in the script, "
+        "DistributedDataParallel(bucket_cap_mb=...)",
+    ),
+    Option(name="report-metrics", group=BAGUA, refusal="not here: use --metrics-port"),
+    Option(
+        name="set-additional-flag",
+        group=BAGUA,
+        refusal="not here: scripts get no --local_rank; read LOCAL_RANK",
+    ),
+    Option(name="enable-bagua-net", group=BAGUA, refusal="not here: use --bagua-net"),
 )
 
 

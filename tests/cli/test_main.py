@@ -47,6 +47,27 @@ def test_a_script_without_a_command_is_answered_with_the_line_that_runs_it(
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--host_list", "10.0.0.1,10.0.0.2", "--ssh_port", "22", "--nproc_per_node", "8", "train.py"],
+        ["--nproc_per_node=8", "--host_list=10.0.0.1,10.0.0.2", "train.py", "--autotune_level", "1"],
+    ],
+)
+def test_the_line_of_bagua_s_own_command_is_answered_with_what_to_do(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("baguarun: error: --host-list: not here: nothing is started over ssh; start ")
+    assert "baguarun run --nnodes N --rdzv-backend c10d --rdzv-endpoint HOST" in error
+
+
+def test_a_flag_of_the_script_is_none_of_bagua_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nnodes", "2", "train.py", "--host_list", "a"]) == 2
+    assert "to start a script: baguarun run --nnodes 2 train.py --host_list a" in capsys.readouterr().err
+
+
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rnu"]) == 2
     assert (

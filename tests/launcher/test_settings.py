@@ -180,6 +180,15 @@ REFUSED = [
     (["--logs-specs", "mine"], r"--logs-specs: not here: use --log-dir"),
     (["--signals-to-handle", "SIGUSR1"], r"--signals-to-handle: not here"),
     (["--duplicate-stdout-filters", "a"], r"--duplicate-stdout-filters: not here"),
+    (["--host_list", "a,b"], r"--host-list: not here: .* start this on each node: baguarun run --nnodes N"),
+    (["--ssh_port", "22"], r"--ssh-port: not here: .*ssh"),
+    (["--autotune_level", "1"], r"--autotune-level: not here: .* leave it out"),
+    (["--autotune_max_samples", "60"], r"--autotune-max-samples: not here"),
+    (["--bagua_service_port", "29501"], r"--bagua-service-port: not here"),
+    (["--default_bucket_size", "10"], r"--default-bucket-size: not here: .*bucket_cap_mb"),
+    (["--report_metrics"], r"--report-metrics: not here: use --metrics-port"),
+    (["--set_additional_flag"], r"--set-additional-flag: not here: .*LOCAL_RANK"),
+    (["--enable_bagua_net"], r"--enable-bagua-net: not here: use --bagua-net"),
     (["--rdzv-conf", "colour=red"], r"--rdzv-conf colour=red: want one of join_timeout, "),
     (["--rdzv-conf", "join_timeout"], r"--rdzv-conf=join_timeout: want key=value pairs"),
     (["--rdzv-conf", "join_timeout=-1"], r"--rdzv-conf join_timeout=-1: want a number above 0"),
@@ -214,8 +223,15 @@ def test_a_message_about_a_value_from_the_environment_names_the_variable() -> No
         settings(PET_VIRTUAL_LOCAL_RANK="1")
 
 
-def test_torchruns_own_default_of_a_refused_option_passes() -> None:
-    words = ["--event-log-handler", "null", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"]
+def test_the_own_default_of_a_refused_option_passes() -> None:
+    words = [
+        "--autotune_level",
+        "0",
+        "--event-log-handler",
+        "null",
+        "--signals-to-handle",
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    ]
     assert request(*words).notices == ()
 
 
