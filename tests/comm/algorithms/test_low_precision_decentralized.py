@@ -426,7 +426,8 @@ def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, An
 def test_it_is_known_by_name_and_by_baguas_names() -> None:
     assert resolve("low_precision_decentralized") == LowPrecisionDecentralized()
     theirs = BaguaAlgorithm.init("low_precision_decentralized")
-    assert theirs == LowPrecisionDecentralized(hierarchical=True)
+    assert theirs == LowPrecisionDecentralizedAlgorithm(hierarchical=True)
+    assert isinstance(theirs, LowPrecisionDecentralized)
     assert list(inspect.signature(LowPrecisionDecentralizedAlgorithm).parameters) == [
         "hierarchical",
         "communication_interval",
