@@ -240,7 +240,7 @@ PLACE = (
 )
 
 
-def joins_as_told(path: str, port: str, local_world_size: int) -> tuple[int, ...]:
+def joins_as_told(path: str, ports: list[str], local_world_size: int) -> tuple[int, ...]:
     """As Bagua's own tests do: processes without any variable of a launcher."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
@@ -249,11 +249,13 @@ def joins_as_told(path: str, port: str, local_world_size: int) -> tuple[int, ...
         os.environ.pop(name, None)
     with pytest.raises(UsageError, match=r"neither rank=\.\.\. nor RANK, so this worker would train alone"):
         bagua.init_process_group(dist.HashStore())
-    for kind in ("file", "tcp"):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0])
+    for kind in ("file", "tcp", "address"):
+        store: dist.Store | None = None
         if kind == "file":
-            store: dist.Store = dist.FileStore(path, size)
-        else:
-            store = dist.TCPStore("127.0.0.1", int(port), size, is_master=rank == 0)
+            store = dist.FileStore(path, size)
+        elif kind == "tcp":
+            store = dist.TCPStore("127.0.0.1", int(ports[1]), size, is_master=rank == 0)
         bagua.init_process_group(store=store, rank=rank, world_size=size, local_world_size=local_world_size)
         tensor = torch.ones(1)
         bagua.allreduce_inplace(tensor)
@@ -279,8 +281,8 @@ def joins_as_told(path: str, port: str, local_world_size: int) -> tuple[int, ...
 
 
 def test_ranks_join_by_bagua_s_arguments_and_no_variable(tmp_path: Path) -> None:
-    free_port = bagua.env.find_free_network_port()
-    places = run_ranks(joins_as_told, 4, f"{tmp_path}/store", str(free_port), 2)
+    ports = [str(bagua.env.find_free_network_port()) for _ in range(2)]
+    places = run_ranks(joins_as_told, 4, f"{tmp_path}/store", ports, 2)
     assert places == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]
 
 
