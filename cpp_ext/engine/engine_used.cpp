@@ -1,0 +1,120 @@
+// Which parameters a backward gives gradients to, on this rank and on others.
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "engine/engine.h"
+
+namespace baguarun::engine {
+
+void Engine::findUnused(const std::vector<at::Tensor>& outputs) {
+  using torch::autograd::Node;
+  std::vector<bool> reached(parameters_.size(), false);
+  std::unordered_set<const Node*> seen;
+  std::vector<Node*> stack;
+  const auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      stack.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad()) {
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+    }
+  }
+  while (!stack.empty()) {
+    Node* node = stack.back();
+    stack.pop_back();
+    if (const auto found = indexOfAccumulator_.find(node); found != indexOfAccumulator_.end()) {
+      reached[found->second] = true;
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (!reached[index]) {
+      unused_.push_back(index);
+    }
+  }
+}
+
+// Learning ends with the outermost backward, which is the one that the outputs belong to.
+void Engine::watchOutputs(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) {
+      continue;
+    }
+    output.register_hook([weak = weak_from_this()](const at::Tensor& /*gradient*/) {
+      const std::shared_ptr<Engine> self = weak.lock();
+      if (!self) {
+        return;
+      }
+      const std::scoped_lock lock(self->mutex_);
+      if (self->learning_ && !self->learningQueued_) {
+        self->learningQueued_ = true;
+        torch::autograd::Engine::get_default_engine().queue_callback([self] { self->endLearning(); });
+      }
+    });
+  }
+}
+
+void Engine::endLearning() {
+  const std::scoped_lock lock(mutex_);
+  learningQueued_ = false;
+  // The order of the last hooks, then whatever got none.
+  std::vector<bool> listed(parameters_.size(), false);
+  std::vector<size_t> reversed;
+  for (auto index = observedOrder_.rbegin(); index != observedOrder_.rend(); ++index) {
+    if (!listed[*index]) {
+      listed[*index] = true;
+      reversed.push_back(*index);
+    }
+  }
+  observedOrder_.assign(reversed.rbegin(), reversed.rend());
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    parameters_[index].hooksPerRound = hookCounts_[index];
+    if (!listed[index]) {
+      observedOrder_.push_back(index);
+      unused_.push_back(index);
+    }
+    markReady(index);
+  }
+  launchFullBuckets();
+  finishRound();
+  learning_ = false;
+}
+
+// Parameters without a gradient here get the others' gradient, unless no rank has one.
+void Engine::adoptUnstored() {
+  if (unstored_.empty()) {
+    return;
+  }
+  at::Tensor used;
+  if (needsOutputs()) {
+    used = usedAnywhere_.cpu();
+  }
+  for (const size_t index : unstored_) {
+    if (!used.defined() || used.const_data_ptr<int32_t>()[index] != 0) {
+      parameters_[index].tensor.mutable_grad() = parameters_[index].view;
+    } else {
+      oweAgain(parameters_[index]);
+    }
+  }
+}
+
+// No rank has used the parameter, but some of what it owed has been sent, and nobody applies it. Not by rail,
+// where this rank owes for a part of it only; momentum, all of which travels each time, owes no numbers.
+void Engine::oweAgain(const Parameter& parameter) {
+  const at::Tensor& residual = parameter.residual.defined() ? parameter.residual : parameter.lowRank.residual;
+  if (!residual.defined() || parameter.operation.rails || buckets_[parameter.bucket].momentum) {
+    return;
+  }
+  const at::NoGradGuard noGrad;
+  const at::Tensor sent =
+      parameter.view.as_strided({parameter.view.numel()}, {1}).to(at::kFloat).view(residual.sizes());
+  residual.add_(sent.masked_fill(sent.isfinite().all().logical_not(), 0.0),
+                parameter.operation.average ? 1.0 : 1.0 / group_->getSize());
+}
+
+}  // namespace baguarun::engine
