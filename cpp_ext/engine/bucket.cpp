@@ -62,4 +62,12 @@ at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, siz
   return flat.narrow(0, start, parameter.numel()).view(parameter.sizes());
 }
 
+bool isAt(const at::Tensor& gradient, const at::Tensor& view) {
+  // What mostly differs comes first.
+  return gradient.has_storage() && gradient.const_data_ptr() == view.const_data_ptr() &&
+         gradient.strides() == view.strides() && gradient.sizes() == view.sizes() &&
+         gradient.scalar_type() == view.scalar_type() && gradient.device() == view.device() &&
+         !gradient.is_neg() && !gradient.is_conj();
+}
+
 }  // namespace baguarun::engine

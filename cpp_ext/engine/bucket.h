@@ -94,4 +94,7 @@ codec::Wire plainWire(codec::DType dtype);
 // The place of `parameter`'s gradient in `flat` at `offset`, with the parameter's strides if it is dense.
 at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset);
 
+// True if `gradient` is the numbers at `view`, as they lie there.
+bool isAt(const at::Tensor& gradient, const at::Tensor& view);
+
 }  // namespace baguarun::engine

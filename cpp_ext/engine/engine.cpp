@@ -328,7 +328,7 @@ void Engine::store(Parameter& parameter, size_t index) {
     if (momentum != nullptr) {
       mix(view, parameter.momentum, momentum->lossScale, view);
     }
-  } else if (momentum != nullptr || !gradient.is_same(view)) {
+  } else if (momentum != nullptr || !isAt(gradient, view)) {
     if (gradient.layout() != at::kStrided) {
       throw UsageFailure("parameter " + describe(index) +
                          " has a sparse gradient; want a dense one (sparse=False)");
@@ -338,13 +338,23 @@ void Engine::store(Parameter& parameter, size_t index) {
     }
     if (momentum != nullptr) {
       mix(gradient, parameter.momentum, momentum->lossScale, view);
-    } else if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.strides() != view.strides()) {
+    } else {
       device_.is_cpu() ? copyOnHost(gradient, view)
                        : static_cast<void>(view.copy_(gradient, /*non_blocking=*/true));
     }
-    gradient = view;
+  }
+  if (gradient.defined() && !gradient.is_same(give(parameter))) {
+    gradient = parameter.given;
   }
   schedule_->stored(parameter.bucket);
+}
+
+// What `grad` is to be: made once, unless the script has moved it.
+const at::Tensor& Engine::give(Parameter& parameter) {
+  if (!isAt(parameter.given, parameter.view)) {
+    parameter.given = parameter.view.detach();
+  }
+  return parameter.given;
 }
 
 void Engine::launchFullBuckets() {

@@ -153,6 +153,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     // Place in the plan.
     size_t bucket = 0;
     at::Tensor view;
+    // The same place for the script, which may move its tensor away (`p.grad.data = ...`).
+    at::Tensor given;
     // With error feedback: its part of the bucket's residual, one-dimensional, in the order of memory.
     at::Tensor residual;
     // What was owed at the last commit, on its way from one plan or engine to the next; else undefined.
@@ -196,6 +198,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void watchGraphTask();
   void markReady(size_t index);
   void store(Parameter& parameter, size_t index);
+  static const at::Tensor& give(Parameter& parameter);
   void launchFullBuckets();
   void endLearning();
   void finishRound();

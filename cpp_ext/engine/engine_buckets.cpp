@@ -143,6 +143,7 @@ void Engine::placeBuckets() {
       Parameter& parameter = parameters_[index];
       parameter.bucket = bucket.index;
       parameter.view = gradientView(bucket.flat, parameter.tensor, offset);
+      parameter.given = parameter.view.detach();
       offset += static_cast<size_t>(parameter.tensor.numel());
     }
     placeResiduals(bucket);

@@ -36,7 +36,7 @@ bool Engine::momentumIsKnownFinite() {
     return bucket.momentum && bucket.momentum->isKnownFinite();
   }) && std::ranges::all_of(parameters_, [](const Parameter& parameter) {
     const at::Tensor& gradient = parameter.tensor.grad();
-    return !gradient.defined() || gradient.is_same(parameter.view);
+    return !gradient.defined() || (gradient.is_same(parameter.given) && isAt(gradient, parameter.view));
   });
 }
 
@@ -173,6 +173,7 @@ EngineState Engine::close() {
   for (Parameter& parameter : parameters_) {
     parameter.tensor.mutable_grad().reset();
     parameter.view.reset();
+    parameter.given.reset();
     parameter.residual.reset();
   }
   buckets_.clear();

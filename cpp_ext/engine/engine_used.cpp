@@ -96,7 +96,7 @@ void Engine::adoptUnstored() {
   }
   for (const size_t index : unstored_) {
     if (!used.defined() || used.const_data_ptr<int32_t>()[index] != 0) {
-      parameters_[index].tensor.mutable_grad() = parameters_[index].view;
+      parameters_[index].tensor.mutable_grad() = give(parameters_[index]);
     } else {
       oweAgain(parameters_[index]);
     }
