@@ -37,7 +37,9 @@ bool sameForm(const at::Tensor& left, const at::Tensor& right) {
 
 void copyOnHost(const at::Tensor& from, const at::Tensor& into) {
   const size_t bytes = into.nbytes();
-  if (from.strides() == into.strides() && (bytes < kParallelCopyBytes || at::get_num_threads() == 1)) {
+  // Of complex numbers' gradients torch negates some when they are read.
+  const bool asItIs = from.strides() == into.strides() && !from.is_neg() && !from.is_conj();
+  if (asItIs && (bytes < kParallelCopyBytes || at::get_num_threads() == 1)) {
     std::memcpy(into.data_ptr(), from.data_ptr(), bytes);
   } else {
     into.copy_(from);

@@ -72,6 +72,27 @@ def keeps_gradients_where_they_are() -> None:
         assert seen[2] == seen[3] == seen[4]
 
 
+class Complex(nn.Module):
+    """Its gradients are what the lazy bits of conjugation leave to be negated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(-0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.complex(self.a, self.b).conj() * x)
+
+
+def negates_what_is_to_be_negated() -> None:
+    model = DistributedDataParallel(Complex())
+    for _ in range(3):
+        x = torch.randn((), dtype=torch.complex64)
+        reference = gathered_gradients(model.module, lambda local, x=x: local(x).sum().backward())
+        model.zero_grad()
+        model(x).sum().backward()
+        assert_averaged(model.module, reference)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -79,6 +100,7 @@ def keeps_gradients_where_they_are() -> None:
         averages_after_the_memory_format_has_changed,
         knows_momentum_only_where_it_has_put_it,
         keeps_gradients_where_they_are,
+        negates_what_is_to_be_negated,
     ],
     ids=lambda check: check.__name__,
 )
