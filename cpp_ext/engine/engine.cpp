@@ -51,18 +51,42 @@ void copyOnHost(const at::Tensor& from, const at::Tensor& into) {
 // Runs after the gradient of one parameter has been accumulated.
 class Engine::ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
-  ReadyHook(Engine* engine, size_t index) : engine_(engine), index_(index) {}
+  ReadyHook(Engine* engine, size_t index, const torch::autograd::Node& accumulator)
+      : engine_(engine), index_(index), accumulator_(accumulator) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& /*inputs*/) override {
+    letAllTake();
     engine_->onGradient(index_);
     return outputs;
   }
 
  private:
+  // Of several models with the same parameter each averages what all of them find in `grad`: the first hook lets
+  // all take it, before any of them may launch.
+  void letAllTake() const {
+    const auto& hooks = accumulator_.post_hooks();
+    if (hooks.size() == 1) {
+      return;
+    }
+    std::vector<const ReadyHook*> ours;
+    for (const auto& hook : hooks) {
+      if (const auto* our = dynamic_cast<const ReadyHook*>(hook.get())) {
+        ours.push_back(our);
+      }
+    }
+    const auto takesPart = [](const ReadyHook* hook) { return hook->engine_->takesPart(); };
+    if (ours.front() == this && std::ranges::count_if(ours, takesPart) > 1) {
+      for (const ReadyHook* our : ours) {
+        our->engine_->take(our->index_);
+      }
+    }
+  }
+
   // The engine removes its hooks when it goes.
   Engine* engine_;
   size_t index_;
+  const torch::autograd::Node& accumulator_;
 };
 
 std::shared_ptr<Engine> Engine::create(std::vector<NamedParameter> parameters, Group group,
@@ -104,7 +128,8 @@ void Engine::installHooks() {
     Parameter& parameter = parameters_[index];
     parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
     indexOfAccumulator_[parameter.accumulator.get()] = index;
-    parameter.hookKey = parameter.accumulator->add_post_hook(std::make_unique<ReadyHook>(this, index));
+    parameter.hookKey = parameter.accumulator->add_post_hook(
+        std::make_unique<ReadyHook>(this, index, *parameter.accumulator));
   }
 }
 
@@ -270,6 +295,34 @@ void Engine::onGradient(size_t index) {
   }
 }
 
+bool Engine::takesPart() {
+  const std::scoped_lock lock(mutex_);
+  return armed_ > 0;
+}
+
+// Before another engine may average the gradient of a parameter that both have; onGradient follows.
+void Engine::take(size_t index) {
+  const std::scoped_lock lock(mutex_);
+  if (armed_ == 0) {
+    return;
+  }
+  if (!running_) {
+    beginRound();
+  }
+  watchGraphTask();
+  Parameter& parameter = parameters_[index];
+  if (parameter.ready || !parameter.tensor.grad().defined()) {
+    return;
+  }
+  if (buckets_[parameter.bucket].momentum) {
+    throw UsageFailure("parameter " + describe(index) +
+                       " is shared with another wrapped model whose backward this is, too, and its momentum is "
+                       "averaged in place of its gradient; want one wrapped model that holds both");
+  }
+  place(parameter, index);
+  parameter.taken = true;
+}
+
 void Engine::beginRound() {
   running_ = true;
   // Callbacks of earlier rounds carry another number and no longer count.
@@ -282,6 +335,7 @@ void Engine::beginRound() {
   }
   for (Parameter& parameter : parameters_) {
     parameter.ready = false;
+    parameter.taken = false;
     parameter.hooksLeft = parameter.hooksPerRound;
   }
   if (!orderAdopted_) {
@@ -317,9 +371,16 @@ void Engine::markReady(size_t index) {
   --buckets_[parameter.bucket].pending;
 }
 
+void Engine::store(Parameter& parameter, size_t index) {
+  if (!std::exchange(parameter.taken, false)) {
+    place(parameter, index);
+  }
+  schedule_->stored(parameter.bucket);
+}
+
 // Moves the gradient into its place in the bucket and makes `grad` a view of it. Where momentum travels it is
 // mixed on the way there, which goes through memory once less than afterwards.
-void Engine::store(Parameter& parameter, size_t index) {
+void Engine::place(Parameter& parameter, size_t index) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
   const at::Tensor& view = parameter.view;
   const MomentumResult* const momentum = buckets_[parameter.bucket].momentum.get();
@@ -348,7 +409,6 @@ void Engine::store(Parameter& parameter, size_t index) {
   if (gradient.defined() && !gradient.is_same(give(parameter))) {
     gradient = parameter.given;
   }
-  schedule_->stored(parameter.bucket);
 }
 
 // What `grad` is to be: made once, unless the script has moved it.

@@ -164,6 +164,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     // In this round: hooks still to come, and whether the gradient has been stored.
     uint32_t hooksLeft = 1;
     bool ready = false;
+    // Is in its place already, since another engine has the same parameter.
+    bool taken = false;
     // With staticGraph: hooks in every round; 0 for a parameter without a gradient.
     uint32_t hooksPerRound = 1;
   };
@@ -194,10 +196,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void watchOutputs(const std::vector<at::Tensor>& outputs);
 
   void onGradient(size_t index);
+  bool takesPart();
+  void take(size_t index);
   void beginRound();
   void watchGraphTask();
   void markReady(size_t index);
   void store(Parameter& parameter, size_t index);
+  void place(Parameter& parameter, size_t index);
   static const at::Tensor& give(Parameter& parameter);
   void launchFullBuckets();
   void endLearning();

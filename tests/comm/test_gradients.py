@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from baguarun.comm.algorithms import QAdam, QAdamOptimizer
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.errors import UsageError
 from tests.comm.models import assert_averaged, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
 
@@ -93,6 +95,88 @@ def negates_what_is_to_be_negated() -> None:
         assert_averaged(model.module, reference)
 
 
+class Headed(nn.Module):
+    def __init__(self, trunk: nn.Module, width: int) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(40, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(x))
+
+
+def shared_models(**settings: bool) -> tuple[list[Headed], list[DistributedDataParallel]]:
+    """An actor and a critic on one trunk. Small buckets: each goes as soon as it can."""
+    torch.manual_seed(0)
+    trunk = mlp()
+    modules = [Headed(trunk, 2), Headed(trunk, 1)]
+    wrapped = [
+        DistributedDataParallel(
+            module, bucket_cap_mb=0.0001, static_graph=settings.get(f"static_{index}", False)
+        )
+        for index, module in enumerate(modules)
+    ]
+    torch.manual_seed(1 + dist.get_rank())
+    return modules, wrapped
+
+
+def averages_what_two_models_share() -> None:
+    for settings in ({}, {"static_0": True}, {"static_1": True}, {"static_0": True, "static_1": True}):
+        modules, wrapped = shared_models(**settings)
+        both = nn.ModuleList(modules)
+        for step in range(12):
+            x = torch.randn(5, 37)
+
+            def joint(models: nn.ModuleList | list[DistributedDataParallel], x: torch.Tensor = x) -> None:
+                (loss(models[0](x)) + loss(models[1](x))).backward()
+
+            reference = gathered_gradients(both, joint)
+            both.zero_grad(set_to_none=step % 2 == 0)
+            joint(wrapped)
+            assert_averaged(both, reference)
+
+
+def takes_turns_with_a_model_that_shares() -> None:
+    modules, wrapped = shared_models()
+    both = nn.ModuleList(modules)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            x = torch.randn(5, 37)
+
+            def in_turn(models: nn.ModuleList | list[DistributedDataParallel], x: torch.Tensor = x) -> None:
+                loss(models[0](x)).backward()
+                loss(models[1](x)).backward()
+
+            reference = gathered_gradients(both, in_turn)
+            both.zero_grad()
+            in_turn(wrapped)
+            assert_averaged(both, reference)
+
+
+def is_wrapped_again_beside_an_older_wrapper() -> None:
+    net = mlp()
+    older = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    check_steps(older, [batch(net) for _ in range(2)], set_to_none=True)
+    # A backward that never comes: the older one takes part in those of the newer one.
+    older(batch(net))
+    newer = DistributedDataParallel(net, bucket_cap_mb=0.0001)
+    check_steps(newer, [batch(net) for _ in range(4)], set_to_none=True)
+    assert older.module is newer.module
+
+
+def refuses_momentum_that_two_models_share() -> None:
+    net = nn.Linear(4, 3)
+    plain = DistributedDataParallel(net)
+    optimizer = QAdamOptimizer(net.parameters(), lr=0.01, warmup_steps=1)
+    model = DistributedDataParallel(net, algorithm=QAdam(), optimizers=[optimizer])
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(torch.randn(5, 4))).backward()
+        optimizer.step()
+    with pytest.raises(UsageError, match=r"'(weight|bias)' .*shared with another wrapped model"):
+        (loss(plain(torch.randn(5, 4))) + loss(model(torch.randn(5, 4)))).backward()
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -101,6 +185,10 @@ def negates_what_is_to_be_negated() -> None:
         knows_momentum_only_where_it_has_put_it,
         keeps_gradients_where_they_are,
         negates_what_is_to_be_negated,
+        averages_what_two_models_share,
+        takes_turns_with_a_model_that_shares,
+        is_wrapped_again_beside_an_older_wrapper,
+        refuses_momentum_that_two_models_share,
     ],
     ids=lambda check: check.__name__,
 )
