@@ -56,18 +56,18 @@ class Engine::ReadyHook final : public torch::autograd::FunctionPostHook {
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& /*inputs*/) override {
-    letAllTake();
-    engine_->onGradient(index_);
+    const bool isShared = letAllTake();
+    engine_->onGradient(index_, isShared);
     return outputs;
   }
 
  private:
-  // Of several models with the same parameter each averages what all of them find in `grad`: the first hook lets
-  // all take it, before any of them may launch.
-  void letAllTake() const {
+  // Of several models with the same parameter each averages what all of them find in `grad`: the first hook
+  // lets all take it, before any of them may launch. Returns whether there are others.
+  bool letAllTake() const {
     const auto& hooks = accumulator_.post_hooks();
     if (hooks.size() == 1) {
-      return;
+      return false;
     }
     std::vector<const ReadyHook*> ours;
     for (const auto& hook : hooks) {
@@ -81,6 +81,7 @@ class Engine::ReadyHook final : public torch::autograd::FunctionPostHook {
         our->engine_->take(our->index_);
       }
     }
+    return ours.size() > 1;
   }
 
   // The engine removes its hooks when it goes.
@@ -175,6 +176,7 @@ void Engine::beforeForward(bool communicates) {
 
 void Engine::afterForward(const std::vector<at::Tensor>& outputs) {
   const std::scoped_lock lock(mutex_);
+  quiet_ = false;
   const bool firstSinceRound = consumed_;
   armed_ = consumed_ ? 1 : armed_ + 1;
   consumed_ = false;
@@ -199,6 +201,7 @@ void Engine::afterForward(const std::vector<at::Tensor>& outputs) {
 
 void Engine::afterLocalForward() {
   const std::scoped_lock lock(mutex_);
+  quiet_ = false;
   if (consumed_) {
     armed_ = 0;
   }
@@ -261,12 +264,16 @@ void Engine::throwIfMissing() {
                      "purpose, pass find_unused_parameters=True");
 }
 
-void Engine::onGradient(size_t index) {
+void Engine::onGradient(size_t index, bool isShared) {
   const std::scoped_lock lock(mutex_);
   if (parameters_[index].tensor.grad().defined()) {
     usedHere_.mutable_data_ptr<int32_t>()[index] = 1;
   }
   if (armed_ == 0) {
+    // What belongs to another model's round is that one's business.
+    if (quiet_ && !isShared) {
+      onLateGradient(index);
+    }
     return;
   }
   if (!running_) {
@@ -280,11 +287,7 @@ void Engine::onGradient(size_t index) {
   }
   Parameter& parameter = parameters_[index];
   if (parameter.ready) {
-    throw UsageFailure(
-        "parameter " + describe(index) +
-        " got a second gradient in one backward pass. Either it is used in several re-entrant "
-        "checkpoints (use_reentrant=False or static_graph=True), or it takes part in the loss although "
-        "the outputs of forward do not lead to it");
+    throwSecond(index);
   }
   if (--parameter.hooksLeft == 0) {
     if (!orderAdopted_) {
@@ -292,6 +295,39 @@ void Engine::onGradient(size_t index) {
     }
     markReady(index);
     launchFullBuckets();
+  }
+}
+
+// After the round, without a forward in between. What has been set to None since is no concern of ours: it
+// may be of the next step (a penalty), and is averaged with what that step's forward gives.
+void Engine::onLateGradient(size_t index) {
+  const at::Tensor& gradient = parameters_[index].tensor.grad();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == lateTask_ || !gradient.defined() || !isAt(gradient, parameters_[index].view)) {
+    return;
+  }
+  lateTask_ = task;
+  // Only at its end does a backward show whether a node of another one has called it.
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), index] {
+    if (const std::shared_ptr<Engine> self = weak.lock()) {
+      const std::scoped_lock lock(self->mutex_);
+      self->refuseLate(index);
+    }
+  });
+}
+
+void Engine::refuseLate(size_t index) {
+  const NodePtr caller = torch::autograd::get_current_node();
+  const auto isCaller = [&](const WeakNodePtr& known) { return known.lock() == caller; };
+  if (caller && !callers_.empty() && std::ranges::none_of(callers_, isCaller)) {
+    throwSecond(index);
+  }
+  if (!std::exchange(hasWarned_, true)) {
+    TORCH_WARN(
+        "parameter ", describe(index), " got a gradient in a further backward pass after the one whose ",
+        "gradients were averaged, without a forward of the wrapped model in between: what it adds stays ",
+        "on this rank, and replicas drift apart. Add up losses and call backward() once, or call the ",
+        "wrapped model once for each backward pass");
   }
 }
 
@@ -315,9 +351,10 @@ void Engine::take(size_t index) {
     return;
   }
   if (buckets_[parameter.bucket].momentum) {
-    throw UsageFailure("parameter " + describe(index) +
-                       " is shared with another wrapped model whose backward this is, too, and its momentum is "
-                       "averaged in place of its gradient; want one wrapped model that holds both");
+    throw UsageFailure(
+        "parameter " + describe(index) +
+        " is shared with another wrapped model whose backward this is, too, and its momentum is "
+        "averaged in place of its gradient; want one wrapped model that holds both");
   }
   place(parameter, index);
   parameter.taken = true;
@@ -329,6 +366,7 @@ void Engine::beginRound() {
   ++round_;
   graphTasks_.clear();
   endedTasks_ = 0;
+  callers_.clear();
   nextBucket_ = 0;
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters.size();
@@ -358,7 +396,12 @@ void Engine::watchGraphTask() {
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), round = round_] {
       if (const std::shared_ptr<Engine> self = weak.lock()) {
         const std::scoped_lock lock(self->mutex_);
-        self->endedTasks_ += self->round_ == round ? 1 : 0;
+        if (self->round_ == round) {
+          ++self->endedTasks_;
+          if (const NodePtr caller = torch::autograd::get_current_node()) {
+            self->callers_.emplace_back(caller);
+          }
+        }
       }
     });
   }
@@ -453,6 +496,10 @@ void Engine::finishRound() {
   resetRound();
   armed_ -= 1;
   consumed_ = true;
+  quiet_ = true;
+  if (!torch::autograd::get_current_node()) {
+    callers_.clear();
+  }
 }
 
 // With those that had no gradient here: the order is complete on all ranks, or on none, which have to agree
@@ -472,6 +519,14 @@ void Engine::resetRound() {
   learningQueued_ = false;
   const at::NoGradGuard noGrad;
   usedHere_.zero_();
+}
+
+void Engine::throwSecond(size_t index) const {
+  throw UsageFailure(
+      "parameter " + describe(index) +
+      " got a second gradient in one backward pass. Either it is used in several re-entrant "
+      "checkpoints (use_reentrant=False or static_graph=True), or it takes part in the loss although "
+      "the outputs of forward do not lead to it");
 }
 
 std::string Engine::describe(size_t index) const {

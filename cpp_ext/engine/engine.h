@@ -12,7 +12,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <cstdint>
@@ -27,6 +26,7 @@
 #include <vector>
 
 #include "engine/bucket.h"
+#include "engine/nodes.h"
 #include "engine/plan.h"
 #include "engine/schedule.h"
 
@@ -141,14 +141,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::vector<size_t>> plan();
 
  private:
-  using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
   struct Parameter {
     std::string name;
     at::Tensor tensor;
     OperationSpec operation;
     // Strong: the tensor itself holds its accumulator weakly.
-    AccumulatorPtr accumulator;
+    NodePtr accumulator;
     uintptr_t hookKey = 0;
     // Place in the plan.
     size_t bucket = 0;
@@ -195,7 +193,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void findUnused(const std::vector<at::Tensor>& outputs);
   void watchOutputs(const std::vector<at::Tensor>& outputs);
 
-  void onGradient(size_t index);
+  void onGradient(size_t index, bool isShared);
+  void onLateGradient(size_t index);
+  void refuseLate(size_t index);
   bool takesPart();
   void take(size_t index);
   void beginRound();
@@ -212,6 +212,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void oweAgain(const Parameter& parameter);
   void resetRound();
   bool agreesOnUsed() const { return settings_.findUnused || learning_; }
+  [[noreturn]] void throwSecond(size_t index) const;
   std::string describe(size_t index) const;
 
   std::vector<Parameter> parameters_;
@@ -232,6 +233,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint32_t armed_ = 0;
   // A round has finished since the last forward.
   bool consumed_ = true;
+  // Since the last round has ended there was no forward of any kind.
+  bool quiet_ = false;
+  bool hasWarned_ = false;
+  // The last backward that came then.
+  int lateTask_ = -1;
   bool running_ = false;
   uint32_t round_ = 0;
   // Of which all is known to have arrived.
@@ -241,6 +247,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // ended well.
   std::unordered_set<int> graphTasks_;
   size_t endedTasks_ = 0;
+  // The nodes that called those that were re-entrant; empty if the round ended with one that was not.
+  std::vector<WeakNodePtr> callers_;
   // In which parameters are packed into buckets. Kept, not read from the buckets: what becomes of it must not
   // depend on how they were packed before, on a rank that has come later.
   std::vector<size_t> order_;

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from baguarun.comm.algorithms import QAdam, QAdamOptimizer
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import UsageError
-from tests.comm.models import assert_averaged, batch, gathered_gradients, loss, mlp
+from tests.comm.models import assert_averaged, assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
 
 Check = Callable[[], None]
@@ -177,6 +178,88 @@ def refuses_momentum_that_two_models_share() -> None:
         (loss(plain(torch.randn(5, 4))) + loss(model(torch.randn(5, 4)))).backward()
 
 
+class Recomputed(nn.Module):
+    """All that is trained is in one block, which two re-entrant checkpoints use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = nn.Linear(6, 6), nn.Linear(6, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def refuses_a_second_gradient_behind_the_round() -> None:
+    model = DistributedDataParallel(Recomputed())
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"'block\.\w+' .*second gradient.*static_graph=True"):
+            loss(model(torch.randn(2, 6, requires_grad=True))).backward()
+    model = DistributedDataParallel(Recomputed(), static_graph=True)
+    inputs = [torch.randn(2, 6, requires_grad=True) for _ in range(3)]
+    check_steps(model, inputs, set_to_none=True)
+
+
+def local_gradients_behind_a_round(wrapped: nn.Module, x: torch.Tensor) -> list[str]:
+    out = wrapped(x)
+    first, second = loss(out), out.sum()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        first.backward(retain_graph=True)
+        second.backward()
+    return [str(warning.message) for warning in found if "stays" in str(warning.message)]
+
+
+def warns_once_of_what_stays_local() -> None:
+    model = DistributedDataParallel(mlp())
+    messages = [local_gradients_behind_a_round(model, batch(model.module)) for _ in range(2)]
+    assert len(messages[0]) == 1
+    assert "parameter '4.bias'" in messages[0][0] or "parameter '4.weight'" in messages[0][0]
+    assert "this rank" in messages[0][0]
+    assert messages[1] == []
+
+
+class OneCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+def warns_of_a_second_backward_through_a_checkpoint() -> None:
+    model = DistributedDataParallel(OneCheckpoint())
+    assert len(local_gradients_behind_a_round(model, torch.randn(2, 6, requires_grad=True))) == 1
+
+
+def does_not_warn_of_ordinary_gradients() -> None:
+    model = DistributedDataParallel(mlp())
+    x = batch(model.module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for set_to_none in (True, False, True):
+            model.zero_grad(set_to_none=set_to_none)
+            with model.no_sync():
+                loss(model(x)).backward()
+            loss(model(x)).backward()
+            with model.no_sync():
+                loss(model(x)).backward()
+            with torch.no_grad():
+                model(x)
+            # Several forwards, of which one is for another rank's eyes.
+            one, two, _ = model(x), model(x), model(x)
+            loss(one).backward()
+            loss(two).backward()
+            model.zero_grad()
+            # A penalty that comes before the forward is averaged with it.
+            sum(parameter.square().sum() for parameter in model.parameters()).backward()
+            loss(model(x)).backward()
+            assert_same_on_all_ranks([p.grad for p in model.parameters()])
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -189,6 +272,10 @@ def refuses_momentum_that_two_models_share() -> None:
         takes_turns_with_a_model_that_shares,
         is_wrapped_again_beside_an_older_wrapper,
         refuses_momentum_that_two_models_share,
+        refuses_a_second_gradient_behind_the_round,
+        warns_once_of_what_stays_local,
+        warns_of_a_second_backward_through_a_checkpoint,
+        does_not_warn_of_ordinary_gradients,
     ],
     ids=lambda check: check.__name__,
 )
