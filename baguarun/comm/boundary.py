@@ -116,6 +116,10 @@ class StepBoundary:
             if output.grad_fn is not None:
                 output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
+    def note_backward(self) -> None:
+        """In place of a forward and its backward, on a rank that has nothing to add."""
+        self._trained = True
+
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         # The optimizer may outlive the wrapped model and be used with another one.
         this = weakref.ref(self)

@@ -459,6 +459,12 @@ class DataParallelSession:
         """Forward and backward of a rank that has no sample in this step: it adds zero to the gradients."""
         with self.micro_batch(MicroBatch()):
             self.before_forward()
+            if self._engine is not None and self._sends_gradients():
+                self._buffers_are_due = True
+                if self._boundary is not None:
+                    self._boundary.note_backward()
+                self._engine.take_part()
+                return
             scalar = backward_of_nothing(self._parameters)
             scalar = self.after_forward(scalar)
             scalar.backward()

@@ -242,6 +242,7 @@ void bindEngine(py::module_& module) {
       .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)
       .def("after_forward", &Engine::afterForward, py::arg("outputs"), withoutGil)
       .def("after_local_forward", &Engine::afterLocalForward, withoutGil)
+      .def("take_part", &Engine::takePart, withoutGil)
       .def("set_operations", &Engine::setOperations, py::arg("operations"), withoutGil)
       .def("set_momentum", &setMomentum, py::arg("averages"), py::arg("betas"), py::arg("loss_scale"),
            withoutGil)

@@ -102,7 +102,8 @@ Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettin
       settings_(settings),
       device_(parameters.at(0).tensor.device()),
       firstCompressedRound_(std::make_shared<std::atomic<uint32_t>>(0)),
-      learning_(settings.staticGraph) {
+      learning_(settings.staticGraph),
+      someLearn_(settings.staticGraph) {
   for (NamedParameter& parameter : parameters) {
     Parameter& added = parameters_.emplace_back();
     added.name = std::move(parameter.name);
@@ -112,7 +113,7 @@ Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettin
       added.lowRank = makeLowRankMatrix(added.tensor, added.operation.matrixRank);
     }
   }
-  usedHere_ = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
+  usedHere_ = at::zeros({static_cast<int64_t>(parameters_.size()) + 1}, at::kInt);
   usedAnywhere_ = at::zeros_like(usedHere_, usedHere_.options().device(device_));
   hookCounts_.resize(parameters_.size());
   joinArena();
@@ -207,6 +208,23 @@ void Engine::afterLocalForward() {
   }
 }
 
+void Engine::takePart() {
+  const std::scoped_lock lock(mutex_);
+  throwIfRunning("take_part");
+  quiet_ = false;
+  armed_ = consumed_ ? 1 : armed_ + 1;
+  consumed_ = false;
+  beginRound();
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (!parameters_[index].ready) {
+      markReady(index);
+    }
+  }
+  usedHere_.mutable_data_ptr<int32_t>()[parameters_.size()] = learning_ ? 1 : 0;
+  launchFullBuckets();
+  finishRound();
+}
+
 bool Engine::needsOutputs() const { return settings_.findUnused || settings_.staticGraph; }
 
 EngineStats Engine::stats() {
@@ -295,6 +313,9 @@ void Engine::onGradient(size_t index, bool isShared) {
     }
     markReady(index);
     launchFullBuckets();
+    if (isLaunched()) {
+      finishAfterBackward();
+    }
   }
 }
 
@@ -376,7 +397,7 @@ void Engine::beginRound() {
     parameter.taken = false;
     parameter.hooksLeft = parameter.hooksPerRound;
   }
-  if (!orderAdopted_) {
+  if (!orderAdopted_ || learning_) {
     observedOrder_.clear();
   }
   if (learning_) {
@@ -467,19 +488,16 @@ void Engine::launchFullBuckets() {
     schedule_->launch(nextBucket_, round_);
     ++nextBucket_;
   }
-  if (nextBucket_ < buckets_.size()) {
-    return;
+  if (isLaunched() && agreesOnUsed()) {
+    launchUsed();
   }
-  if (agreesOnUsed()) {
-    usedAnywhere_.copy_(usedHere_);
-    schedule_->launchFlags(usedAnywhere_, round_);
-  }
-  if (!learning_) {
-    torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-      const std::scoped_lock lock(self->mutex_);
-      self->finishRound();
-    });
-  }
+}
+
+void Engine::finishAfterBackward() {
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+    const std::scoped_lock lock(self->mutex_);
+    self->finishRound();
+  });
 }
 
 void Engine::finishRound() {
@@ -489,6 +507,7 @@ void Engine::finishRound() {
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   stats_.steps += 1;
   stats_.bytesSent += schedule_->bytesPerRound();
+  adoptUsed();
   adoptUnstored();
   if (!orderAdopted_) {
     completeObservedOrder();

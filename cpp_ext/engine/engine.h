@@ -96,6 +96,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void afterForward(const std::vector<at::Tensor>& outputs);
   // After a forward under no_sync: the next backward is not a round.
   void afterLocalForward();
+  // After settle() and beforeForward(): a round without a backward, for a rank that has nothing to add. It
+  // learns nothing of the graph; gradients end as they do for parameters that are not used here.
+  void takePart();
 
   // Between rounds, on all ranks after the same one: does something else with each parameter's gradient from
   // now on. What contributions owe stays where the new operation has error feedback, too; what results owe is
@@ -205,13 +208,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void place(Parameter& parameter, size_t index);
   static const at::Tensor& give(Parameter& parameter);
   void launchFullBuckets();
+  void launchUsed();
+  bool isLaunched() const { return nextBucket_ == buckets_.size(); }
+  void finishAfterBackward();
   void endLearning();
+  void adoptUsed();
   void finishRound();
   void completeObservedOrder();
   void adoptUnstored();
   void oweAgain(const Parameter& parameter);
   void resetRound();
-  bool agreesOnUsed() const { return settings_.findUnused || learning_; }
+  bool agreesOnUsed() const { return settings_.staticGraph ? someLearn_ : settings_.findUnused; }
   [[noreturn]] void throwSecond(size_t index) const;
   std::string describe(size_t index) const;
 
@@ -261,13 +268,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<size_t> unused_;
   // Ready in this round without a gradient here.
   std::vector<size_t> unstored_;
-  // int32 per parameter, on the host: 1 if it got a gradient here since the last round.
+  // int32 per parameter, on the host: 1 if it got a gradient here since the last round. Behind them: 1 if
+  // this rank learns on after the round.
   at::Tensor usedHere_;
   // The same on the group's device, after agreement: on any rank.
   at::Tensor usedAnywhere_;
   // The first round with staticGraph: hooks are counted, nothing is launched before the backward has ended.
   bool learning_;
   bool learningQueued_ = false;
+  // With staticGraph, on all ranks alike: some rank is still learning.
+  bool someLearn_;
   std::vector<uint32_t> hookCounts_;
   EngineStats stats_;
 };

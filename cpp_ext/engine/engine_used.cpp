@@ -85,6 +85,24 @@ void Engine::endLearning() {
   learning_ = false;
 }
 
+void Engine::launchUsed() {
+  if (settings_.staticGraph) {
+    // For good, also in a round in which a rank that uses a parameter has nothing to add.
+    const auto parameters = static_cast<int64_t>(parameters_.size());
+    at::Tensor used = usedHere_.narrow(0, 0, parameters);
+    at::maximum_out(used, used, usedAnywhere_.narrow(0, 0, parameters).cpu());
+  }
+  usedAnywhere_.copy_(usedHere_);
+  schedule_->launchFlags(usedAnywhere_, round_);
+}
+
+// A rank that had nothing to add in the first round learns later: until then others tell it what they use.
+void Engine::adoptUsed() {
+  if (someLearn_) {
+    someLearn_ = usedAnywhere_.cpu().const_data_ptr<int32_t>()[parameters_.size()] != 0;
+  }
+}
+
 // Parameters without a gradient here get the others' gradient, unless no rank has one.
 void Engine::adoptUnstored() {
   if (unstored_.empty()) {
