@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <numeric>
 
 #include "engine/errors.h"
@@ -178,25 +177,15 @@ void Engine::beforeForward(bool communicates) {
 void Engine::afterForward(const std::vector<at::Tensor>& outputs) {
   const std::scoped_lock lock(mutex_);
   quiet_ = false;
-  const bool firstSinceRound = consumed_;
   armed_ = consumed_ ? 1 : armed_ + 1;
   consumed_ = false;
   if (learning_) {
     watchOutputs(outputs);
   } else if (settings_.findUnused && !settings_.staticGraph) {
-    if (firstSinceRound) {
-      unused_.clear();
-    }
-    std::vector<size_t> before = std::move(unused_);
-    unused_.clear();
-    findUnused(outputs);
-    if (!firstSinceRound) {
-      // One backward may serve several forwards: unused is what none of them reaches.
-      std::vector<size_t> common;
-      std::set_intersection(before.begin(), before.end(), unused_.begin(), unused_.end(),
-                            std::back_inserter(common));
-      unused_ = std::move(common);
-    }
+    std::erase_if(walks_, [](const Walk& walk) {
+      return std::ranges::all_of(walk.starts, [](const WeakNodePtr& node) { return node.expired(); });
+    });
+    walks_.push_back(walk(outputs));
   }
 }
 
@@ -403,6 +392,9 @@ void Engine::beginRound() {
   if (learning_) {
     std::fill(hookCounts_.begin(), hookCounts_.end(), 0);
   } else {
+    if (settings_.findUnused && !settings_.staticGraph) {
+      chooseUnused();
+    }
     for (const size_t index : unused_) {
       markReady(index);
     }

@@ -171,6 +171,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
     uint32_t hooksPerRound = 1;
   };
 
+  // From the outputs of one forward through its graph.
+  struct Walk {
+    std::vector<WeakNodePtr> starts;
+    // In ascending order.
+    std::vector<size_t> unused;
+  };
+
   class ReadyHook;
 
   Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
@@ -193,7 +200,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throwIfMissing();
   void throwIfReplaced() const;
   [[noreturn]] void throwChanged(size_t index) const;
-  void findUnused(const std::vector<at::Tensor>& outputs);
+  Walk walk(const std::vector<at::Tensor>& outputs) const;
+  void chooseUnused();
   void watchOutputs(const std::vector<at::Tensor>& outputs);
 
   void onGradient(size_t index, bool isShared);
@@ -264,8 +272,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool orderAdopted_ = false;
   bool keepsCommitted_ = false;
   double lossScale_ = 1;
-  // Parameters that the graph does not reach.
+  // Parameters that get no gradient here in this round, or with staticGraph in any.
   std::vector<size_t> unused_;
+  // With findUnused: of each forward whose graph may still be there.
+  std::vector<Walk> walks_;
   // Ready in this round without a gradient here.
   std::vector<size_t> unstored_;
   // int32 per parameter, on the host: 1 if it got a gradient here since the last round. Behind them: 1 if

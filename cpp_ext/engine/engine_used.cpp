@@ -2,13 +2,18 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <iterator>
 
 #include "engine/engine.h"
 
 namespace baguarun::engine {
 
-void Engine::findUnused(const std::vector<at::Tensor>& outputs) {
+Engine::Walk Engine::walk(const std::vector<at::Tensor>& outputs) const {
   using torch::autograd::Node;
+  Walk result;
   std::vector<bool> reached(parameters_.size(), false);
   std::unordered_set<const Node*> seen;
   std::vector<Node*> stack;
@@ -19,7 +24,12 @@ void Engine::findUnused(const std::vector<at::Tensor>& outputs) {
   };
   for (const at::Tensor& output : outputs) {
     if (output.requires_grad()) {
-      visit(torch::autograd::impl::gradient_edge(output).function.get());
+      const NodePtr start = torch::autograd::impl::gradient_edge(output).function;
+      visit(start.get());
+      // A parameter that is returned belongs to no forward.
+      if (!output.is_leaf()) {
+        result.starts.emplace_back(start);
+      }
     }
   }
   while (!stack.empty()) {
@@ -34,8 +44,42 @@ void Engine::findUnused(const std::vector<at::Tensor>& outputs) {
   }
   for (size_t index = 0; index < parameters_.size(); ++index) {
     if (!reached[index]) {
-      unused_.push_back(index);
+      result.unused.push_back(index);
     }
+  }
+  return result;
+}
+
+// What none of the forwards reaches that this backward is of: one may serve several, and others may have been
+// for nothing. Where the graph does not show it (a re-entrant backward), all that may still come, and at
+// least the last one.
+void Engine::chooseUnused() {
+  const auto* const graph = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto isPart = [&](const WeakNodePtr& weak) {
+    const NodePtr node = weak.lock();
+    return graph != nullptr && node && graph->contains(node.get());
+  };
+  const auto isAlive = [](const WeakNodePtr& weak) { return !weak.expired(); };
+  std::vector<const Walk*> chosen;
+  const auto choose = [&](const auto& which) {
+    for (const Walk& walk : walks_) {
+      if (std::ranges::any_of(walk.starts, which)) {
+        chosen.push_back(&walk);
+      }
+    }
+  };
+  choose(isPart);
+  if (chosen.empty()) {
+    choose(isAlive);
+  }
+  if (chosen.empty() && !walks_.empty()) {
+    chosen.push_back(&walks_.back());
+  }
+  unused_.clear();
+  for (const Walk* walk : chosen) {
+    std::vector<size_t> common;
+    std::ranges::set_intersection(unused_, walk->unused, std::back_inserter(common));
+    unused_ = walk == chosen.front() ? walk->unused : std::move(common);
   }
 }
 

@@ -100,6 +100,40 @@ def finds_unused_over_two_forwards() -> None:
         assert_averaged(model.module, reference)
 
 
+class ReturnsWeight(Branches):
+    def forward(self, x: torch.Tensor, used: list[int]) -> dict[str, torch.Tensor]:
+        return {**super().forward(x, used), "weight": self.trunk.weight}
+
+
+def ignores_forwards_without_a_backward() -> None:
+    """Of all branches, as in a validation that nobody told that it needs no gradients."""
+    for module in (Branches(), ReturnsWeight()):
+        model = DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=0.0001)
+        kept = []
+        for used in ([0], [1], [0, 3], [2], [1]):
+            x = torch.randn(3, 6)
+            model(x, [0, 1, 2, 3])
+            kept.append(model(x, [0, 1, 2, 3]))
+            check_branches(model, used)
+        assert model.stats().steps == 5
+
+
+def finds_unused_of_each_forward() -> None:
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    x = torch.randn(3, 6)
+
+    def in_turn(local: nn.Module) -> None:
+        outputs = [local(x, used)["out"] for used in ([0], [1])]
+        for output in outputs:
+            loss(output).backward()
+
+    for _ in range(3):
+        reference = gathered_gradients(model.module, in_turn)
+        model.zero_grad()
+        in_turn(model)
+        assert_averaged(model.module, reference)
+
+
 class Reused(nn.Module):
     """One layer in several re-entrant checkpoints: its hook runs several times in one backward."""
 
@@ -139,6 +173,8 @@ def refuses_a_second_gradient() -> None:
         finds_unused,
         finds_unused_over_accumulation,
         finds_unused_over_two_forwards,
+        ignores_forwards_without_a_backward,
+        finds_unused_of_each_forward,
         learns_a_static_graph,
         refuses_a_second_gradient,
     ],
