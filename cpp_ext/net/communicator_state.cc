@@ -313,14 +313,23 @@ bool Communicator::Implementation::hasNothingLeft(int rank) {
   if (isNear(rank)) {
     return met_.shm->hasLeft(placeOf(rank)) && met_.shm->nextPacket(placeOf(rank)) == nullptr;
   }
-  return met_.mesh->end(Mesh::Use::kReceiving, rank).has_value() ||
-         (met_.control->hasLeft(rank) && met_.mesh->find(Mesh::Use::kReceiving, rank) == nullptr);
+  if (met_.mesh->find(Mesh::Use::kReceiving, rank) != nullptr) {
+    return met_.mesh->end(Mesh::Use::kReceiving, rank).has_value();
+  }
+  return met_.control->hasLeft(rank) || met_.mesh->end(Mesh::Use::kSending, rank).has_value();
 }
 
 // With messages to or from `rank` outstanding.
 void Communicator::Implementation::checkAwaited(int rank) {
   if (!isNear(rank)) {
     if (const auto& end = met_.mesh->end(Mesh::Use::kReceiving, rank)) {
+      throw Error(*end);
+    }
+    // What it had sent before may still be on its way here.
+    const bool isMissed =
+        mailbox_->needsToSend(rank) || met_.mesh->find(Mesh::Use::kReceiving, rank) == nullptr;
+    const auto& end = met_.mesh->end(Mesh::Use::kSending, rank);
+    if (end.has_value() && isMissed && !met_.control->hasLeft(rank)) {
       throw Error(*end);
     }
   }

@@ -18,6 +18,23 @@ constexpr std::chrono::milliseconds kLongTrip{1};
 // An answer has to pass what lies in front of it in the other direction, too.
 constexpr double kTripsPerAnswer = 1.5;
 
+// Of no use to a peer that is gone.
+bool isWord(Packet::Kind kind) {
+  switch (kind) {
+    case Packet::Kind::kGrant:
+    case Packet::Kind::kAhead:
+    case Packet::Kind::kTaken:
+    case Packet::Kind::kCredit:
+      return true;
+    case Packet::Kind::kEager:
+    case Packet::Kind::kRequest:
+    case Packet::Kind::kPush:
+    case Packet::Kind::kData:
+      return false;
+  }
+  return false;
+}
+
 }  // namespace
 
 bool LinkCarrier::isLong() {
@@ -33,6 +50,10 @@ uint64_t LinkCarrier::bytesPerAnswer() {
 }
 
 bool LinkCarrier::send(const Packet& packet, const std::byte* payload) {
+  // What is a message, or a part of one, waits until somebody looks why.
+  if (hasEnded()) {
+    return isWord(packet.kind);
+  }
   Link* const link = mesh_.find(Mesh::Use::kSending, rank_);
   // A packet takes up to two of the link's requests.
   numFlushed();

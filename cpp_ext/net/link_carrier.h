@@ -20,7 +20,7 @@ class LinkCarrier : public Carrier {
   bool send(const Packet& packet, const std::byte* payload) override;
   uint64_t numSent() const override { return numSent_; }
   uint64_t numFlushed() override;
-  bool hasUnsent() override { return numFlushed() < numSent_; }
+  bool hasUnsent() override { return !hasEnded() && numFlushed() < numSent_; }
   bool receive(PacketSink& sink) override;
 
  private:
@@ -31,6 +31,7 @@ class LinkCarrier : public Carrier {
     Request* payload;  // of kData, which goes from where it is
   };
 
+  bool hasEnded() const { return mesh_.end(Mesh::Use::kSending, rank_).has_value(); }
   bool post(Link& link);
 
   Mesh& mesh_;

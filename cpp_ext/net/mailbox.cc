@@ -41,6 +41,8 @@ std::shared_ptr<Communicator::Message> Mailbox::post(bool isSend, void* data, si
 
 bool Mailbox::needs(int peer) const { return lanes_[static_cast<size_t>(peer)].numAwaited > 0; }
 
+bool Mailbox::needsToSend(int peer) const { return lanes_[static_cast<size_t>(peer)].numSending > 0; }
+
 bool Mailbox::progress() {
   bool moved = false;
   if (hasPosted_.load()) {
@@ -83,6 +85,9 @@ bool Mailbox::progress() {
 
 void Mailbox::begin(const Handle& operation) {
   ++(operation->peer >= 0 ? lanes_[static_cast<size_t>(operation->peer)].numAwaited : numFromAny_);
+  if (operation->isSend) {
+    ++lanes_[static_cast<size_t>(operation->peer)].numSending;
+  }
   operation->isSend ? beginSend(operation) : beginReceive(operation);
 }
 
@@ -122,6 +127,9 @@ void Mailbox::finish(const Handle& operation) {
     lanes_[static_cast<size_t>(operation->peer)].largeBytes -= operation->bytes;
   }
   --(operation->peer >= 0 ? lanes_[static_cast<size_t>(operation->peer)].numAwaited : numFromAny_);
+  if (operation->isSend) {
+    --lanes_[static_cast<size_t>(operation->peer)].numSending;
+  }
   --numPending_;
   operation->done.store(true, std::memory_order_release);
 }

@@ -60,6 +60,7 @@ class Mailbox : private PacketSink {
   bool hasUnsent() const noexcept { return hasUnsent_.load(); }
   // Whether something of `peer`, or for it, is awaited.
   bool needs(int peer) const;
+  bool needsToSend(int peer) const;
   // Whether something is awaited that any peer may send.
   bool needsAny() const noexcept { return numFromAny_ > 0; }
 
@@ -102,6 +103,7 @@ class Mailbox : private PacketSink {
     std::unordered_map<uint32_t, size_t> pushedTags;          // tags of such messages, and how many
     std::unordered_map<uint32_t, std::deque<Packet>> offers;  // rooms that no message has got, by tag
     size_t numAwaited = 0;
+    size_t numSending = 0;  // of them
   };
 
   void take(int from, const Packet& packet, const std::byte* payload) override;

@@ -109,7 +109,7 @@ void Mesh::want(Use use, int rank) {
   Slot& slot = slots_[index];
   const bool isOurs = use == Use::kSending || (use == Use::kCollectives && rank_ < rank) ||
                       (use == Use::kControl && rank == 0);
-  if (!isOurs || slot.link != nullptr || slot.connector != nullptr) {
+  if (!isOurs || slot.link != nullptr || slot.connector != nullptr || slot.end.has_value()) {
     return;
   }
   const Contact& contact = contacts_[static_cast<size_t>(rank)];
@@ -207,11 +207,14 @@ bool Mesh::advance(size_t index) {
     }
     return false;
   } catch (const Error& error) {
-    if (slot.link == nullptr || use == Use::kCollectives || use == Use::kSending) {
+    const bool mayEnd = use == Use::kSending ? error.fault() != Fault::kSystem
+                                             : slot.link != nullptr && use != Use::kCollectives;
+    if (!mayEnd) {
       throw;
     }
     slot.end = error;
-    epoll_.remove(slot.link->pollFd());
+    epoll_.remove(slot.link != nullptr ? slot.link->pollFd() : slot.connector->pollFd());
+    slot.connector.reset();
     return false;
   }
 }

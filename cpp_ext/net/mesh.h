@@ -35,14 +35,16 @@ class Mesh {
 
   // The link to `rank`, nullptr where there is none yet. kReceiving: the one that it sends on.
   Link* find(Use use, int rank) const noexcept;
-  // Sees to it that there will be one. Throws Error(kRemote) where nobody listens there any more.
+  // Sees to it that there will be one, unless it has ended. Throws Error: kSystem, kRemote (cannot connect).
   void want(Use use, int rank);
   // Something was posted on the link: `bytes` to be sent.
   void poke(Use use, int rank, size_t bytes);
-  // What a link that only listens (kControl, kReceiving) ended with.
+  // What a link ended with that is for some of the others only (all but kCollectives), or why kSending could
+  // not be made: who left in order needs no word any more.
   const std::optional<Error>& end(Use use, int rank) const noexcept;
 
-  // Moves what can be moved now. False: nothing. Throws the Error of a link that sends or is for collectives.
+  // Moves what can be moved now. False: nothing. Throws the Error of a link for collectives, or of one that
+  // could not be made.
   bool progress();
   // Readable when progress() may find something to do; call it at least every second.
   int pollFd() const noexcept { return epoll_.fd(); }

@@ -199,6 +199,64 @@ def test_who_leaves_after_a_large_send_is_not_missed(tmp_path: Path, hosts: Sequ
         assert all(group.run(leave_when_sent, 3_000_000))
 
 
+def read_from_one_who_leaves(member: Member, are_acquainted: bool, reads_late: bool) -> None:
+    """Rank 2 leaves when its messages are sent; rank 0 reads them, and goes on with rank 1."""
+    count = 15
+    if member.rank == 2:
+        messages = [member.send(letter(2, tag, 60_000), 0, tag) for tag in range(count)]
+        if are_acquainted:
+            messages.append(member.recv(np.zeros(10, np.uint8), 0))
+        member.wait(*messages)
+        flush(member)
+        # Rank 0 may want to say meanwhile that it has read them, and gets no answer.
+        time.sleep(0 if reads_late else 0.5)
+        member.close()
+    elif member.rank == 0:
+        if are_acquainted:
+            member.wait(member.send(letter(0, 0, 10), 2))
+        drive(member, 0.7 if reads_late else 0)
+        for tag in range(count):
+            message = member.recv(np.zeros(60_000, np.uint8), 2, tag)
+            member.wait(message)
+            assert np.array_equal(message.data, letter(2, tag, 60_000))
+            drive(member, 0.02)
+        drive(member, 0 if reads_late else 0.7)
+    if member.rank < 2:
+        exchanged = member.recv(np.zeros(10, np.uint8), 1 - member.rank)
+        member.wait(member.send(letter(member.rank, 0, 10), 1 - member.rank), exchanged)
+        assert not member.failure()
+
+
+@pytest.mark.parametrize("reads_late", [True, False], ids=["read late", "read soon"])
+@pytest.mark.parametrize("are_acquainted", [True, False], ids=["acquainted", "no link"])
+def test_who_leaves_after_short_messages_needs_no_word_that_they_are_read(
+    tmp_path: Path, are_acquainted: bool, reads_late: bool
+) -> None:
+    with members(tmp_path, 3, list("abc")) as group:
+        assert group.run(read_from_one_who_leaves, are_acquainted, reads_late) == [None] * 3
+
+
+def send_to_one_who_left(member: Member) -> str:
+    """Rank 0 is not told that a message gets nowhere before it sends one."""
+    if member.rank == 1:
+        member.wait(member.send(letter(1, 0, 10), 0))
+        flush(member)
+        member.close()
+    elif member.rank == 0:
+        member.wait(member.recv(np.zeros(10, np.uint8), 1))
+        drive(member, 0.3)
+        try:
+            member.wait(member.send(letter(0, 0, 10), 1))
+        except Failed as failed:
+            return failed.message
+    return ""
+
+
+def test_a_message_to_one_who_left_is_an_error(tmp_path: Path) -> None:
+    with members(tmp_path, 2, list("ab")) as group:
+        assert group.run(send_to_one_who_left)[0].startswith("rank 1 (")
+
+
 def end_of_a_message_and_return_of_its_sender(member: Member, num_messages: int) -> float:
     """When rank 1, which wants them late, has the first message; when rank 0, which went away, is back."""
     messages = [letter(0, tag, 1_000_000) for tag in range(num_messages)]
