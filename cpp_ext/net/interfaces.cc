@@ -19,6 +19,8 @@ namespace baguarun::net {
 namespace {
 
 constexpr int kUnknownSpeedMbps = 10000;
+// Up, and joined to something: an empty bridge and a NIC without its cable only are up. As NCCL has it.
+constexpr unsigned kUsable = IFF_UP | IFF_RUNNING;
 
 int countPrefixBits(const sockaddr* mask) {
   if (mask == nullptr) {
@@ -138,7 +140,7 @@ std::vector<Interface> listInterfaces() {
     all.push_back({.name = entry->ifa_name,
                    .address = Address::fromSockaddr(address),
                    .prefixBits = countPrefixBits(entry->ifa_netmask),
-                   .isUp = (entry->ifa_flags & IFF_UP) != 0});
+                   .isUp = (entry->ifa_flags & kUsable) == kUsable});
   }
   return all;
 }

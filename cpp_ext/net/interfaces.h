@@ -15,7 +15,7 @@ struct Interface {
   std::string name;
   Address address;     // port 0
   int prefixBits = 0;  // length of its network's prefix
-  bool isUp = true;
+  bool isUp = true;    // and joined to something
 };
 
 // All IPv4 and IPv6 addresses of this host, in the kernel's order. Throws Error(kSystem).

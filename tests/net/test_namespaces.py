@@ -153,12 +153,8 @@ def test_who_is_killed_on_one_host_is_named_on_the_other(library: Path, killed: 
     assert error.startswith(f"error 6 NET/BaguaNet : {address}:")
 
 
-@pytest.mark.usefixtures("hosts")
-def test_every_interface_is_a_device_and_an_unknown_speed_is_ten_gigabit(library: Path) -> None:
-    cable(1)
-    ip("-n", LEFT, "link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
-    ip("-n", LEFT, "addr", "add", "172.17.0.1/16", "dev", "docker0")
-    ip("-n", LEFT, "link", "set", "docker0", "up")
+def devices(library: Path) -> str:
+    """What the plugin on the left offers: name, guid, speed and interface of each device."""
     script = (
         "import sys; from pathlib import Path; from tests.net.vtable import Net\n"
         "net = Net(Path(sys.argv[1]))\n"
@@ -171,8 +167,25 @@ def test_every_interface_is_a_device_and_an_unknown_speed_is_ten_gigabit(library
         text=True,
         cwd=Path(__file__).parents[2],
     )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("hosts")
+def test_every_interface_is_a_device_and_an_unknown_speed_is_ten_gigabit(library: Path) -> None:
+    cable(1)
+    ip("-n", LEFT, "link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+    ip("-n", LEFT, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+    ip("-n", LEFT, "link", "set", "docker0", "up")
     # veth claims 10 Gbit/s.
-    assert done.stdout == "n1-nic0 0 10000 0\nn1-nic1 1 10000 1\n", done.stderr
+    assert devices(library) == "n1-nic0 0 10000 0\nn1-nic1 1 10000 1\n"
+
+
+@pytest.mark.usefixtures("hosts")
+def test_an_interface_that_is_up_and_joined_to_nothing_is_no_device(library: Path) -> None:
+    cable(1)
+    # As a NIC without its cable, or the bridge of containers that have gone.
+    ip("-n", RIGHT, "link", "set", "n1-nic1", "down")
+    assert devices(library) == "n1-nic0 0 10000 0\n"
 
 
 @pytest.mark.slow
