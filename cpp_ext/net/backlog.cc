@@ -125,20 +125,25 @@ uint32_t Backlog::limitOfEach(size_t numStreams) const noexcept {
 // overhead, and cuts what is above net.core.wmem_max without a word. That is 208 KiB on many machines: a
 // stream of which more has to be under way would be held back by it.
 void Backlog::setLimit(int fd, uint32_t limit) {
-  limit_ = limit <= most_ ? limit : 0;
-  if (limit_ != 0) {
-    const int bytes = static_cast<int>(limit / 2);
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
-    int granted = 0;
-    socklen_t size = sizeof(granted);
-    if (getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &granted, &size) != 0 || granted >= int64_t{2} * bytes) {
-      return;
-    }
-    most_ = static_cast<uint32_t>(granted);
-    limit_ = 0;
+  const auto unlock = [fd] {
+    const int unlocked = 0;
+    return setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &unlocked, sizeof(unlocked)) == 0;
+  };
+  // Before Linux 5.14 a limit stays for good, so none is set there.
+  limit_ = unlock() && limit <= most_ ? limit : 0;
+  if (limit_ == 0) {
+    return;
   }
-  const int unlocked = 0;
-  setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &unlocked, sizeof(unlocked));
+  const int bytes = static_cast<int>(limit / 2);
+  setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
+  int granted = 0;
+  socklen_t size = sizeof(granted);
+  if (getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &granted, &size) != 0 || granted >= int64_t{2} * bytes) {
+    return;
+  }
+  most_ = static_cast<uint32_t>(granted);
+  limit_ = 0;
+  unlock();
 }
 
 Way wayOf(int fd) noexcept {

@@ -1,7 +1,12 @@
 // What needs threads, or the core without NCCL's face: one scenario per run, also under sanitizers.
 //
 //   scenarios NAME      exit code 0, or a message and 1
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 
 #include <atomic>
 #include <cstdio>
@@ -298,18 +303,46 @@ void clearErrors() {
   EXPECT(refused.peer() == "rank 5" && refused.fault() == Fault::kRemote);
 }
 
-int option(int fd, int name, int ifUnknown = -1) {
-  int value = ifUnknown;
+// -1: the kernel does not know it.
+int option(int fd, int name) {
+  int value = -1;
   socklen_t size = sizeof(value);
   EXPECT(getsockopt(fd, SOL_SOCKET, name, &value, &size) == 0 || errno == ENOPROTOOPT);
   return value;
 }
 
+constexpr int kBufLock = 72;  // SO_BUF_LOCK, of Linux 5.14
+
+// Who cannot take a limit back sets none. The kernel is made to look older than it is.
+void noLimitsOnOldKernels() {
+  std::array<sock_filter, 6> program{{
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_setsockopt, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, kBufLock, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOPROTOOPT),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  }};
+  const sock_fprog filter{.len = program.size(), .filter = program.data()};
+  EXPECT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+  EXPECT(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0);
+  const Fd socket(::socket(AF_INET, SOCK_STREAM, 0));
+  const int before = option(socket.get(), SO_SNDBUF);
+  Backlog backlog;
+  for (int round = 0; round < 2; ++round) {
+    backlog.setLimit(socket.get(), 192 << 10);
+    EXPECT(backlog.limit() == 0 && option(socket.get(), SO_SNDBUF) == before);
+  }
+}
+
 // A limit is what it says, and one that the kernel would cut is none.
 void limits() {
-  constexpr int kBufLock = 72;  // SO_BUF_LOCK, of Linux 5.14
   const Fd socket(::socket(AF_INET, SOCK_STREAM, 0));
-  const auto isLocked = [&](bool wanted) { return option(socket.get(), kBufLock, wanted ? 1 : 0) == wanted; };
+  // Before Linux 5.14 there are none.
+  if (option(socket.get(), kBufLock) < 0) {
+    return;
+  }
+  const auto isLocked = [&](bool wanted) { return option(socket.get(), kBufLock) == wanted; };
   Backlog backlog;
   for (const uint32_t tooMuch : {UINT32_MAX, UINT32_MAX, 0u}) {
     backlog.setLimit(socket.get(), 192 << 10);
@@ -331,6 +364,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"huge", huge},
     {"clear-errors", clearErrors},
     {"limits", limits},
+    {"no-limits-on-old-kernels", noLimitsOnOldKernels},
 };
 
 }  // namespace
