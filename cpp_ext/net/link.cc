@@ -339,8 +339,12 @@ void Link::checkBrokenWrite() {
 void Link::checkEnded() {
   const bool allEnded = std::ranges::all_of(streams_, [](const Stream& stream) { return stream.isHungUp; });
   const bool someEnded = peerHasClosed();
+  if (someEnded && !someEndedAt_.has_value()) {
+    someEndedAt_ = Clock::now();
+  }
   // What is still under way on other streams is worth waiting for, unless it stays away.
-  const bool isStuck = Clock::now() - lastMoved_ > settings_.peerTimeout;
+  const bool isStuck =
+      someEnded && Clock::now() - std::max(lastMoved_, *someEndedAt_) > settings_.peerTimeout;
   if (allEnded || (someEnded && (receives_.numActive == 0 || isStuck))) {
     breakWith(Fault::kRemote, "closed the connection (has it died?) with " +
                                   std::to_string(receives_.numActive) + " receives and " +

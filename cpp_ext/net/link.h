@@ -199,6 +199,7 @@ class Link {
   uint32_t limitOfOne_ = 0;  // of the first stream's buffer before others were tried
   size_t firstStream_ = 0;   // where dealing begins
   Clock::time_point lastMoved_;
+  std::optional<Clock::time_point> someEndedAt_;  // while something was pending
   Clock::time_point lastChecked_;
   Clock::time_point lastCompared_;
 };

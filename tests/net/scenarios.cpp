@@ -23,6 +23,7 @@
 #include "net/backlog.h"
 #include "net/connector.h"
 #include "net/env.h"
+#include "net/frame.h"
 #include "net/link.h"
 #include "net/listener.h"
 
@@ -303,6 +304,35 @@ void clearErrors() {
   EXPECT(refused.peer() == "rank 5" && refused.fault() == Fault::kRemote);
 }
 
+// The end of one stream is seen long after anything moved, and before a message on another.
+void aLateEndLosesNothing() {
+  const Fd listener(::socket(AF_INET, SOCK_STREAM, 0));
+  EXPECT(listen(listener.get(), 2) == 0);
+  const Address address = localAddress(listener.get());
+  std::vector<Fd> theirs;
+  std::vector<Fd> ours;
+  for (int index = 0; index < 2; ++index) {
+    theirs.emplace_back(::socket(AF_INET, SOCK_STREAM, 0));
+    EXPECT(connect(theirs.back().get(), address.raw(), address.rawSize()) == 0);
+    ours.emplace_back(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK));
+  }
+  Link link(std::move(ours), {.chunkBytes = 16384, .peerTimeout = 500ms, .peer = "rank 1"});
+  std::array<uint8_t, 8> room{};
+  Request* request = link.irecv(room.data(), room.size());
+  link.progress();
+  std::this_thread::sleep_for(700ms);
+  theirs.front() = Fd();
+  EXPECT(!link.test(request).done);
+  const FrameHeader header = encodeFrame({.sequence = 0, .length = 1, .offset = 0, .total = 1});
+  EXPECT(send(theirs.back().get(), header.data(), header.size(), 0) == kFrameBytes);
+  EXPECT(send(theirs.back().get(), "x", 1, 0) == 1);
+  EXPECT(link.wait(request, patience()) == 1 && room.front() == 'x');
+  request = link.irecv(room.data(), room.size());
+  const auto begun = Clock::now();
+  EXPECT(failureOf([&] { link.wait(request, patience()); }).fault() == Fault::kRemote);
+  EXPECT(Clock::now() - begun < 30s);
+}
+
 // -1: the kernel does not know it.
 int option(int fd, int name) {
   int value = -1;
@@ -365,6 +395,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"clear-errors", clearErrors},
     {"limits", limits},
     {"no-limits-on-old-kernels", noLimitsOnOldKernels},
+    {"a-late-end-loses-nothing", aLateEndLosesNothing},
 };
 
 }  // namespace

@@ -13,7 +13,7 @@ from tests.net import native
 SOURCE = Path(__file__).parent / "scenarios.cpp"
 SCENARIOS = [
     *("both-ways", "many-threads", "abort-ends-a-wait", "abort-midway", "deadline-ends-a-wait"),
-    *("idle-is-quiet", "clear-errors", "limits", "no-limits-on-old-kernels"),
+    *("idle-is-quiet", "clear-errors", "limits", "no-limits-on-old-kernels", "a-late-end-loses-nothing"),
 ]
 
 
