@@ -72,6 +72,16 @@ bool Communicator::Implementation::isNear(int rank) const {
   return met_.shm != nullptr && std::ranges::binary_search(neighbours(), rank);
 }
 
+// Whether a rank that shares memory with this one has sent something that is not taken yet.
+bool Communicator::Implementation::hasNearPackets() const {
+  for (int place = 0; place < met_.shm->size(); ++place) {
+    if (place != met_.shm->rank() && met_.shm->nextPacket(place) != nullptr) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void Communicator::Implementation::makeCarriers() {
   carriers_.resize(static_cast<size_t>(options_.size));
   for (int rank = 0; rank < options_.size; ++rank) {
@@ -206,7 +216,8 @@ bool Communicator::Implementation::advanceOnce() {
 
 // While an operation in shared memory waits, for the neighbour at `place`.
 bool Communicator::Implementation::waitBesides(int place) {
-  const bool hasMessages = mailbox_->hasPending();
+  // Also of those whom this rank wants nothing of: they wait until there is room for more.
+  const bool hasMessages = mailbox_->hasPending() || hasNearPackets();
   if (hasMessages || met_.mesh != nullptr) {
     advance();
   }

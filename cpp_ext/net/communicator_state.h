@@ -96,6 +96,7 @@ class Communicator::Implementation : private WireContext {
   void checkAny();
   bool hasNothingLeft(int rank);
   bool isNear(int rank) const;
+  bool hasNearPackets() const;
   void doze(Clock::time_point until);
   void hear(uint64_t number);
   std::string name(int rank) const;

@@ -385,6 +385,25 @@ def test_a_collective_moves_the_messages_that_others_wait_for(tmp_path: Path, ho
         assert group.run(collective_after_the_message, 3_000_000) == [None] * len(hosts)
 
 
+def collective_after_many_messages(member: Member, count: int) -> None:
+    """Rank 0 sends each when the one before is gone; rank 1 wants them after the collective."""
+    if member.rank == 0:
+        for tag in range(count):
+            member.wait(member.send(letter(0, tag, 100), 1, tag))
+    member.barrier()
+    if member.rank == 1:
+        for tag in range(count):
+            message = member.recv(np.zeros(100, np.uint8), 0, tag)
+            member.wait(message)
+            assert np.array_equal(message.data, letter(0, tag, 100))
+
+
+@layouts
+def test_a_collective_takes_in_messages_that_nobody_wants_yet(tmp_path: Path, hosts: Sequence[str]) -> None:
+    with members(tmp_path, len(hosts), hosts, deadline_s=10) as group:
+        assert group.run(collective_after_many_messages, 40) == [None] * len(hosts)
+
+
 def send_two_sizes(member: Member, sent: int, wanted: int) -> str:
     try:
         if member.rank == 0:
