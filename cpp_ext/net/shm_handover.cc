@@ -12,6 +12,9 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
 
 #include "net/error.h"
 
@@ -52,9 +55,11 @@ bool isMember(const Fd& connection, const std::string& token) {
   }
   setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &kTokenTimeout, sizeof(kTokenTimeout));
   std::string given(token.size(), '\0');
-  return recv(connection.get(), given.data(), given.size(), MSG_WAITALL) ==
-             static_cast<ssize_t>(token.size()) &&
-         given == token;
+  ssize_t count = 0;
+  do {
+    count = recv(connection.get(), given.data(), given.size(), MSG_WAITALL);
+  } while (count < 0 && errno == EINTR);
+  return count == static_cast<ssize_t>(token.size()) && given == token;
 }
 
 // The kernel passes on at most 253 descriptors at once.
@@ -101,6 +106,53 @@ void waitReadable(const Fd& fd, const Patience& patience, const char* what) {
   }
 }
 
+// Asks once. Nothing: rank 0 hung up.
+std::optional<ShmHandover> askForShm(const std::string& socketName, const std::string& token,
+                                     const Patience& patience) {
+  const Fd connection = makeSocket();
+  socklen_t length = 0;
+  const sockaddr_un address = abstractAddress(socketName, length);
+  if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    throwShmError("reaching rank 0's Unix socket (the processes of a host must share a network namespace)",
+                  errno);
+  }
+  if (send(connection.get(), token.data(), token.size(), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(token.size())) {
+    if (errno == EPIPE || errno == ECONNRESET) {
+      return std::nullopt;
+    }
+    throwShmError("asking rank 0 for the segment", errno);
+  }
+  waitReadable(connection, patience, "rank 0's handing over the segment");
+  char byte = 0;
+  iovec data{.iov_base = &byte, .iov_len = 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  const ssize_t got = recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC);
+  if (got == 0 || (got < 0 && errno == ECONNRESET)) {
+    return std::nullopt;
+  }
+  const cmsghdr* header = got == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
+    throw Error(Fault::kRemote, "rank 0", "did not hand over the shared segment");
+  }
+  std::vector<int> fds((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+  std::memcpy(fds.data(), CMSG_DATA(header), fds.size() * sizeof(int));
+  ShmHandover handover;
+  for (const int fd : fds) {
+    if (!handover.memory) {
+      handover.memory = Fd(fd);
+    } else {
+      handover.doorbells.emplace_back(fd);
+    }
+  }
+  return handover;
+}
+
 }  // namespace
 
 void throwShmError(const std::string& what, int error) {
@@ -134,6 +186,9 @@ void serveShm(const Fd& listener, const ShmHandover& handover, const std::string
   for (int served = 0; served < numPeers;) {
     waitReadable(listener, patience, "the other ranks' fetching of the segment");
     const Fd connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!connection && errno != EINTR && errno != ECONNABORTED && errno != EAGAIN) {
+      throwShmError("accepting the other ranks", errno);
+    }
     if (connection && isMember(connection, token) && sendDescriptors(connection, handover)) {
       ++served;
     }
@@ -142,46 +197,20 @@ void serveShm(const Fd& listener, const ShmHandover& handover, const std::string
 
 ShmHandover fetchShm(const std::string& socketName, const std::string& token, size_t numDoorbells,
                      const Patience& patience) {
-  const Fd connection = makeSocket();
-  socklen_t length = 0;
-  const sockaddr_un address = abstractAddress(socketName, length);
-  if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-    throwShmError("reaching rank 0's Unix socket (the processes of a host must share a network namespace)",
-                  errno);
-  }
-  if (send(connection.get(), token.data(), token.size(), MSG_NOSIGNAL) !=
-      static_cast<ssize_t>(token.size())) {
-    throwShmError("asking rank 0 for the segment", errno);
-  }
-  waitReadable(connection, patience, "rank 0's handing over the segment");
-  char byte = 0;
-  iovec data{.iov_base = &byte, .iov_len = 1};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  const ssize_t got = recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC);
-  const cmsghdr* header = got == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
-  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
-    throw Error(Fault::kRemote, "rank 0", "did not hand over the shared segment");
-  }
-  std::vector<int> fds((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-  std::memcpy(fds.data(), CMSG_DATA(header), fds.size() * sizeof(int));
-  ShmHandover handover;
-  for (const int fd : fds) {
-    if (!handover.memory) {
-      handover.memory = Fd(fd);
-    } else {
-      handover.doorbells.emplace_back(fd);
+  // Rank 0 takes a rank that has no turn for long for a stranger.
+  for (;;) {
+    if (auto handover = askForShm(socketName, token, patience)) {
+      if (handover->doorbells.size() != numDoorbells) {
+        throw Error(Fault::kSystem, "rank 0",
+                    "shared memory: not all descriptors came over (is the limit of open files too low?)");
+      }
+      return std::move(*handover);
     }
+    if (Clock::now() >= patience.deadline) {
+      throw Error(Fault::kRemote, "rank 0", "did not hand over the shared segment");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(kLookMs));
   }
-  if (handover.doorbells.size() != numDoorbells) {
-    throw Error(Fault::kSystem, "rank 0",
-                "shared memory: not all descriptors came over (is the limit of open files too low?)");
-  }
-  return handover;
 }
 
 }  // namespace baguarun::net

@@ -35,7 +35,7 @@ Fd listenForShm(const std::string& socketName, int backlog);
 void serveShm(const Fd& listener, const ShmHandover& handover, const std::string& token, int numPeers,
               const Patience& patience);
 
-// What rank 0 hands out. Throws Error: kTimeout, kSystem, kRemote.
+// What rank 0 hands out, which is asked again where it hangs up. Throws Error: kTimeout, kSystem, kRemote.
 ShmHandover fetchShm(const std::string& socketName, const std::string& token, size_t numDoorbells,
                      const Patience& patience);
 

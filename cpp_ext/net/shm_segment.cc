@@ -24,6 +24,9 @@ namespace baguarun::net {
 namespace {
 
 constexpr size_t kTokenBytes = 16;
+// Everybody has just met: who does not come for the segment within this has ended.
+constexpr std::chrono::seconds kHandoverTime{60};
+
 // When the process started, in ticks since boot: with the pid it names a process for good. Empty: no such
 // one.
 std::string startTime(int pid) {
@@ -244,7 +247,7 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
   }
   checkIntroductions(all, static_cast<size_t>(options.size));
 
-  const auto deadline = Clock::now() + options.timeout;
+  const auto deadline = Clock::now() + std::min<Clock::duration>(options.timeout, kHandoverTime);
   std::shared_ptr<ShmSegment> segment(new ShmSegment());
   segment->labels_ = options.labels;
   std::string failure;
@@ -263,6 +266,7 @@ std::shared_ptr<ShmSegment> ShmSegment::connect(const Options& options, const Bl
     segment->usableCpus_ = countUsableCpus(all);
   } catch (const Error& error) {
     failure = oneLine(error.what());
+    listener = Fd();  // who still waits on it need not
   }
   // Nobody starts before everybody has it, and everybody learns why it failed.
   const std::vector<std::string> outcomes = exchange(failure);
