@@ -71,8 +71,7 @@ ShmWaiter::ShmWaiter(std::shared_ptr<ShmSegment> segment, int rank, ShmState* st
 void ShmWaiter::post(ShmFlag& flag, uint64_t value) noexcept {
   // Sequentially consistent, as in waitLonger(): either we see the waiter or it sees the value.
   flag.value.store(value);
-  if (flag.hasWaiters.load() != 0) {
-    flag.hasWaiters.store(0);
+  if (flag.numWaiters.load() != 0) {
     syscall(SYS_futex, futexWord(flag.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 }
@@ -111,13 +110,14 @@ void ShmWaiter::waitLonger(ShmFlag& flag, uint64_t value, int peer, Clock::time_
       throwFailure();
     }
     const timespec slice = sliceUntil(deadline, hook_ && hook_(peer));
-    flag.hasWaiters.store(1);
+    // Only who waits takes it back: a post may look late, when somebody already waits for the next value.
+    flag.numWaiters.fetch_add(1);
     const uint64_t seen = flag.value.load();
-    if (seen >= value) {
-      return;
+    if (seen < value) {
+      // Woken, interrupted, overtaken or at the slice's end: the value alone decides.
+      syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen), &slice, nullptr, 0);
     }
-    // Woken, interrupted, overtaken or at the slice's end: the value alone decides.
-    syscall(SYS_futex, futexWord(flag.value), FUTEX_WAIT, static_cast<uint32_t>(seen), &slice, nullptr, 0);
+    flag.numWaiters.fetch_sub(1);
     if (flag.value.load() >= value) {
       return;
     }

@@ -17,7 +17,7 @@ namespace baguarun::net {
 // A count that one rank raises and the others wait for. Lives in the segment, zero at first.
 struct alignas(128) ShmFlag {
   std::atomic<uint64_t> value;
-  std::atomic<uint32_t> hasWaiters;
+  std::atomic<uint32_t> numWaiters;  // who died in its wait stays: that costs a call
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 

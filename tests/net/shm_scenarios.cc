@@ -14,6 +14,7 @@
 
 #include "net/error.h"
 #include "net/shm_handover.h"
+#include "net/shm_sync.h"
 
 namespace {
 
@@ -75,6 +76,27 @@ void aSystemThatRefusesIsSaidToDoSo() {
   waiting.join();
 }
 
+// Who has seen the value by itself may be about to sleep for the next one when its poster looks for sleepers.
+void aPostLeavesTheMarkOfWhoIsAboutToSleep() {
+  ShmState state{};
+  ShmReason reason{};
+  ShmFlag left{};
+  ShmFlag flag{};
+  ShmWaiter waiter(ShmSegment::forThreads(1, 1 << 20), 0, &state, &reason, &left);
+  flag.numWaiters.store(1);
+  waiter.post(flag, 1);
+  expect(flag.numWaiters.load() == 1, "still marked");
+  flag.numWaiters.store(0);
+  waiter.wait(flag, 1, 0, Clock::now() + 1s);
+  try {
+    waiter.wait(flag, 2, 0, Clock::now() + 10ms);
+    expect(false, "a timeout");
+  } catch (const Error&) {
+    // Nobody posts.
+  }
+  expect(flag.numWaiters.load() == 0, "nobody waits any more");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -83,8 +105,10 @@ int main(int argc, char** argv) {
     aSlowRankComesAgain();
   } else if (name == "refused") {
     aSystemThatRefusesIsSaidToDoSo();
+  } else if (name == "mark") {
+    aPostLeavesTheMarkOfWhoIsAboutToSleep();
   } else {
-    std::fprintf(stderr, "usage: shm_scenarios slow|refused\n");
+    std::fprintf(stderr, "usage: shm_scenarios slow|refused|mark\n");
     return 2;
   }
   return 0;

@@ -20,7 +20,7 @@ def test_the_sanitizers_find_nothing(flags: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("scenario", ["slow", "refused"])
+@pytest.mark.parametrize("scenario", ["slow", "refused", "mark"])
 def test_the_scenario_holds(scenario: str) -> None:
     program = build("shm_scenarios", ("-O2",), [ROOT / "tests" / "net" / "shm_scenarios.cc", *SOURCES])
     done = subprocess.run([str(program), scenario], capture_output=True, text=True, timeout=60)
