@@ -113,6 +113,15 @@ std::vector<Interface> pick(const std::vector<Interface>& all, Family family, Ad
   return chosen;
 }
 
+// NCCL also takes a host's name, which it looks up; which interface leads there is only a preference.
+std::optional<Address> numericAddress(const std::string& text) {
+  try {
+    return Address::parse(text);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
 std::string describe(const std::vector<Interface>& all) {
   std::string text;
   for (const Interface& candidate : all) {
@@ -174,11 +183,8 @@ std::vector<Interface> selectInterfaces(const std::vector<Interface>& all, const
 }
 
 std::vector<Interface> chooseForNccl(const std::vector<Interface>& all, const Env& env) {
-  InterfaceRules rules{.names = env.ncclIfname, .family = env.family, .towards = std::nullopt};
-  if (!env.commId.empty()) {
-    rules.towards = Address::parse(env.commId);
-  }
-  auto chosen = selectInterfaces(all, rules);
+  auto chosen = selectInterfaces(
+      all, {.names = env.ncclIfname, .family = env.family, .towards = numericAddress(env.commId)});
   if (chosen.empty()) {
     throw Error(Fault::kUsage, "",
                 "NCCL_SOCKET_IFNAME=" + env.ncclIfname.value_or("(unset)") +

@@ -104,6 +104,12 @@ def test_the_root_s_network_comes_before_other_interfaces() -> None:
     assert chosen(NCCL_COMM_ID="10.77.0.1:5000") == ["eth0", "eth1", "eth10"]
 
 
+@pytest.mark.parametrize("root", ["node-1:5000", "node-1", "10.1.200.1:http", "[::1"])
+def test_a_root_by_a_name_is_no_preference(root: str) -> None:
+    assert chosen(NCCL_COMM_ID=root) == ["eth0", "eth1", "eth10"]
+    assert chosen("gloo", NCCL_COMM_ID=root) == ["eth0", "eth1", "eth10"]
+
+
 def test_the_family_decides_which_address_an_interface_has() -> None:
     done = probe("choose", "nccl", given=HOST, NCCL_SOCKET_FAMILY="AF_INET6")
     assert done.stdout == "eth0 [2001:db8::5]:0\neth1 [fe80::5]:0\n"
