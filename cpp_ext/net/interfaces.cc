@@ -208,6 +208,10 @@ std::vector<Interface> chooseForGloo(const std::vector<Interface>& all, const En
     }
     chosen.push_back(found.front());
   }
+  if (chosen.empty()) {
+    throw Error(Fault::kUsage, "",
+                "GLOO_SOCKET_IFNAME=" + *env.glooIfname + " names no interface; there are: " + describe(all));
+  }
   return chosen;
 }
 

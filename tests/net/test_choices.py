@@ -126,6 +126,12 @@ def test_gloo_s_names_are_whole_and_keep_their_order() -> None:
     assert chosen("gloo", NCCL_SOCKET_IFNAME="=eth1") == ["eth1"]
 
 
+@pytest.mark.parametrize("names", [",", ",,"])
+def test_gloo_s_names_must_name_something(names: str) -> None:
+    wants = f"GLOO_SOCKET_IFNAME={names} names no interface; there are: lo"
+    assert refusal("gloo", GLOO_SOCKET_IFNAME=names).startswith(wants)
+
+
 @pytest.mark.parametrize(
     ("name", "found", "want"),
     [
