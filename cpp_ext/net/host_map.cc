@@ -1,6 +1,7 @@
 #include "net/host_map.h"
 
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,7 +30,12 @@ std::string namespaceNumber(const std::string& kind) {
 std::string hostIdentity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
-  file >> boot;
+  // Hidden in some containers, where all else may be the same on every host.
+  if (!(file >> boot)) {
+    utsname names{};
+    uname(&names);
+    boot = names.nodename;
+  }
   return boot + "/" + namespaceNumber("pid") + "/" + namespaceNumber("net") + "/" + std::to_string(geteuid());
 }
 

@@ -2,6 +2,7 @@
 //
 //   probe choose nccl|gloo < INTERFACES   lines "NAME ADDRESS PREFIX up|down"; the environment says the rules
 //   probe speed SYSFS NAME                megabit/s and the path of the device
+//   probe host                            what tells this host from others
 //   probe hmac KEY MESSAGE                both in hexadecimal
 //   probe address TEXT                    the address as understood
 //   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|free RATE MEASURED_MS";
@@ -18,6 +19,7 @@
 
 #include "net/distance.h"
 #include "net/env.h"
+#include "net/host_map.h"
 #include "net/interfaces.h"
 #include "net/sha256.h"
 #include "net/stream_count.h"
@@ -61,6 +63,8 @@ void speed(const Words& words) {
   std::cout << interfaceSpeedMbps(words.at(1), words.at(0)) << " "
             << interfacePciPath(words.at(1), words.at(0));
 }
+
+void host(const Words& /*words*/) { std::cout << hostIdentity(); }
 
 void address(const Words& words) { std::cout << Address::parse(words.at(0)).toString(); }
 
@@ -111,7 +115,7 @@ void streams(const Words& words) {
 
 int main(int argc, char** argv) {
   const std::map<std::string, std::function<void(const Words&)>> commands{
-      {"choose", choose},   {"speed", speed},     {"hmac", hmac},
+      {"choose", choose},   {"speed", speed},     {"hmac", hmac},        {"host", host},
       {"address", address}, {"streams", streams}, {"distance", distance}};
   try {
     commands.at(argv[1])(Words(argv + 2, argv + argc));
