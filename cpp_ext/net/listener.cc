@@ -18,7 +18,6 @@ namespace {
 
 constexpr int kBacklog = 1024;
 constexpr int kMaxAcceptsPerCall = 64;
-constexpr size_t kMaxStrangers = 128;
 constexpr size_t kMaxAssemblies = 1024;
 
 Fd listenOn(const Address& address) {
@@ -64,8 +63,12 @@ bool isPeersFault(int error) {
 
 }  // namespace
 
-Listener::Listener(const Address& address, const Env& env)
-    : env_(env), ownerPid_(getpid()), fd_(listenOn(address)), address_(localAddress(fd_.get())) {
+Listener::Listener(const Address& address, const Env& env, size_t maxStrangers)
+    : env_(env),
+      maxStrangers_(maxStrangers),
+      ownerPid_(getpid()),
+      fd_(listenOn(address)),
+      address_(localAddress(fd_.get())) {
   fillRandom(nonce_);
   epoll_.add(fd_.get(), EPOLLIN, static_cast<uint64_t>(fd_.get()));
 }
@@ -110,7 +113,7 @@ void Listener::acceptStrangers() {
       }
       throw Error(Fault::kSystem, "", "cannot accept on " + address_.toString() + ": " + errnoText(errno));
     }
-    if (strangers_.size() >= kMaxStrangers) {
+    if (strangers_.size() >= maxStrangers_) {
       // Members say their hello at once; whoever has been silent longest is the least likely to be one.
       drop(std::ranges::min_element(strangers_, {}, [](const auto& entry) { return entry.second.deadline; }));
     }

@@ -28,8 +28,11 @@ class Listener {
     uint64_t sender;  // what the connecting side wants to be known by
   };
 
-  // Listens on `address`; port 0 takes a free one. Throws Error(kSystem): no such address here, port taken.
-  Listener(const Address& address, const Env& env);
+  static constexpr size_t kUsualStrangers = 128;
+
+  // Listens on `address`; port 0 takes a free one. Of more than `maxStrangers` that have not said their hello
+  // some are dropped. Throws Error(kSystem): no such address here, port taken.
+  Listener(const Address& address, const Env& env, size_t maxStrangers = kUsualStrangers);
   // Turns away who is on the way in. After fork() the child may do it without harm to the parent's.
   ~Listener();
   Listener(Listener&&) = default;
@@ -72,6 +75,7 @@ class Listener {
   std::optional<Accepted> takeComplete();
 
   const Env env_;
+  const size_t maxStrangers_;
   const pid_t ownerPid_;
   Fd fd_;
   Address address_;

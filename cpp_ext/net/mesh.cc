@@ -30,6 +30,12 @@ Env patient(const Env& env, int numStreams) {
           .commId = env.commId};
 }
 
+// Members of a large group that all come at once, on a link to send on and another one, are no crowd.
+size_t maxStrangers(int size, int numStreams) {
+  return std::max(Listener::kUsualStrangers,
+                  size_t{2} * static_cast<size_t>(size) * static_cast<size_t>(numStreams));
+}
+
 constexpr std::string_view kHexDigits = "0123456789abcdef";
 
 bool decodeHex(const std::string& text, Nonce& bytes) {
@@ -57,7 +63,8 @@ Mesh::Mesh(int rank, int size, const Env& env)
       size_(size),
       env_(patient(env, env.numStreams)),
       controlEnv_(patient(env, 1)),
-      listener_(chooseForGloo(listInterfaces(), env).front().address.withPort(0), env_),
+      listener_(chooseForGloo(listInterfaces(), env).front().address.withPort(0), env_,
+                maxStrangers(size, env.numStreams)),
       slots_(kUses * static_cast<size_t>(size)),
       lastSweep_(Clock::now()) {
   epoll_.add(listener_.pollFd(), EPOLLIN, kListenerNumber);

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -262,6 +264,36 @@ def test_ranks_that_leave_in_turn_disturb_nobody(tmp_path: Path) -> None:
         for rank in range(3):
             group.start(rank, leave)
             assert group.result(rank) is None
+
+
+def drive_for(member: Member, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        member.progress()
+
+
+def test_members_of_a_large_group_are_not_taken_for_a_crowd_of_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many connections as two ranks with 64 streams may make, all of them slow with their hello."""
+    monkeypatch.setenv("BAGUA_NET_NSTREAMS", "64")
+    with members(tmp_path, 2, list("ab")) as group:
+        cards = [file.read_bytes() for file in tmp_path.iterdir() if file.name.endswith("-0-0")]
+        found = re.search(rb"([0-9.]+):([0-9]+)\n[0-9a-f]{32}", b"".join(cards))
+        assert found is not None
+        address = (found[1].decode(), int(found[2]))
+        slow = [socket.create_connection(address) for _ in range(200)]
+        group.start(0, drive_for, 0.5)
+        assert group.result(0) is None
+        held = 0
+        for connection in slow:
+            connection.setblocking(False)
+            try:
+                connection.recv(1)
+            except BlockingIOError:
+                held += 1
+            connection.close()
+    assert held == len(slow)
 
 
 def wait_in_barrier(member: Member) -> None:
