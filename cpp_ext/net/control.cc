@@ -153,8 +153,7 @@ void Control::say(int to, const Word& word) {
       mesh_.poke(Mesh::Use::kControl, to, sizeof(Word));
     }
   } catch (const Error&) {
-    peers_[static_cast<size_t>(to)].lostAt =
-        Clock::now();  // it is gone, and the others are told all the same
+    lose(to);  // the others are told all the same
   }
 }
 
@@ -181,7 +180,8 @@ void Control::flush(Clock::duration patience) noexcept {
         link->progress();
         isPending |= !outgoing.back().request->isDone();
       } catch (const Error&) {
-        outgoing.clear();  // it is gone, and needs to hear nothing
+        outgoing.clear();  // it needs to hear nothing
+        lose(rank);
       }
     });
     if (isPending) {
@@ -347,10 +347,16 @@ void Control::compare(int rank) {
   }
 }
 
+// Its link has ended, which is known from now on.
+void Control::lose(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  peer.lostAt = peer.lostAt.value_or(Clock::now());
+}
+
 void Control::checkLost(int rank) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  if (!peer.lostAt.has_value() && mesh_.end(Mesh::Use::kControl, rank).has_value()) {
-    peer.lostAt = Clock::now();
+  if (mesh_.end(Mesh::Use::kControl, rank).has_value()) {
+    lose(rank);
   }
   if (!peer.hasLeft && peer.lostAt.has_value() && Clock::now() >= *peer.lostAt + kGrace) {
     throw Told(Error(Fault::kRemote, name(rank), "its connection ended: has it died?"), false);
@@ -418,7 +424,7 @@ std::optional<Told> Control::listen(Clock::duration patience, const std::functio
           try {
             link->progress();
           } catch (const Error&) {
-            peers_[static_cast<size_t>(rank)].lostAt = Clock::now();
+            lose(rank);
           }
         }
       });

@@ -112,6 +112,7 @@ class Control {
   bool isHubSilent() const noexcept { return !isHub() && hasAsked_ && !hasHeardHub_; }
   Error lateness(int rank) const;
   Error overdue(int rank) const;
+  void lose(int rank);
   void checkLost(int rank);
   void beat();
   std::optional<Told> listen(Clock::duration patience, const std::function<bool()>& isSettled);
