@@ -327,6 +327,10 @@ bool Communicator::Implementation::hasNothingLeft(int rank) {
   if (met_.mesh->find(Mesh::Use::kReceiving, rank) != nullptr) {
     return met_.mesh->end(Mesh::Use::kReceiving, rank).has_value();
   }
+  // Nobody tells any more who goes: whether there is an answer does.
+  if (met_.control->hasLeft(0)) {
+    met_.mesh->want(Mesh::Use::kSending, rank);
+  }
   return met_.control->hasLeft(rank) || met_.mesh->end(Mesh::Use::kSending, rank).has_value();
 }
 

@@ -272,6 +272,43 @@ def drive_for(member: Member, seconds: float) -> None:
         member.progress()
 
 
+@pytest.mark.parametrize("source", [2, ANY])
+@pytest.mark.parametrize("dies", [False, True], ids=["leaves", "dies"])
+def test_who_goes_when_rank_0_has_left_keeps_nobody_waiting(tmp_path: Path, source: int, dies: bool) -> None:
+    """Rank 0 would have told."""
+    with members(tmp_path, 3, list("abc")) as group:
+        for rank in (0, 2):
+            if rank == 2 and dies:
+                group.processes[rank].kill()
+                continue
+            group.start(rank, leave)
+            assert group.result(rank) is None
+        group.start(1, receive_for_ever, source)
+        fault, message, after = group.result(1)
+        assert (fault, after) == ("remote", "the same"), message
+        assert named(2, message) or (source == ANY and message.startswith("every other rank")), message
+
+
+def test_a_message_of_one_who_comes_late_is_waited_for_when_rank_0_has_left(tmp_path: Path) -> None:
+    with members(tmp_path, 3, list("abc")) as group:
+        group.start(0, leave)
+        assert group.result(0) is None
+        group.start(1, receive_one, 2)
+        time.sleep(0.5)
+        group.start(2, send_one, 1)
+        assert [group.result(rank) for rank in (2, 1)] == [None, None]
+
+
+def send_one(member: Member, to: int) -> None:
+    member.wait(member.send(np.zeros(10, np.uint8), to))
+    while member.library.baguaHasUnsent(member.handle):
+        member.progress()
+
+
+def receive_one(member: Member, source: int) -> None:
+    member.wait(member.recv(np.zeros(10, np.uint8), source))
+
+
 def test_members_of_a_large_group_are_not_taken_for_a_crowd_of_strangers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
