@@ -85,7 +85,8 @@ def describe_difference(declarations: Sequence[Declaration]) -> str:
             return f"rank {rank} cannot take part: {declaration.refusal}"
     first = declarations[0]
     for rank, other in enumerate(declarations[1:], start=1):
-        if len(first.settings) != len(other.settings):
+        # What a rank means to do is the name of the first of them.
+        if [name for name, _ in first.settings[:1]] != [name for name, _ in other.settings[:1]]:
             return f"one of the ranks 0 and {rank} wraps a model that is wrapped already, the other does not"
         for (name, here), (_, there) in zip(first.settings, other.settings, strict=True):
             if here != there:
