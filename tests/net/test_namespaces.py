@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,6 +186,12 @@ def test_an_interface_that_is_up_and_joined_to_nothing_is_no_device(library: Pat
     cable(1)
     # As a NIC without its cable, or the bridge of containers that have gone.
     ip("-n", RIGHT, "link", "set", "n1-nic1", "down")
+    # The kernel tells it up to a second later.
+    look = (*on(LEFT), "cat", "/sys/class/net/n1-nic1/operstate")
+    deadline = time.monotonic() + 30
+    while subprocess.run(look, check=True, capture_output=True, text=True).stdout == "up\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert devices(library) == "n1-nic0 0 10000 0\n"
 
 
