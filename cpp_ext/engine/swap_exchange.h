@@ -19,9 +19,9 @@ namespace baguarun::engine {
 // times the bytes. Sums are those of PeerExchange, in rank order and so the same bits on all ranks.
 class SwapExchange final : public HostOperation {
  public:
-  // The same on all ranks. At 100 Mbit/s this is 3 ms, where two messages take the wire's latency twice.
+  // The same on all ranks. At 100 Mbit/s this is 5 ms, where two messages take the wire's latency twice.
   static bool suits(const at::Tensor& numbers, size_t numRanks) {
-    constexpr size_t kMostSentBytes = size_t{32} << 10;
+    constexpr size_t kMostSentBytes = size_t{64} << 10;
     return (numRanks - 1) * numbers.nbytes() <= kMostSentBytes;
   }
 
