@@ -5,9 +5,9 @@ took. The parts of a step alone, which the model has, are measured in jobs of fo
 else in them, one before the others and one after them. The bytes that the NIC counted, the headers of its
 packets aside, must be the model's: 5 % off fails the run. Targets are in `algorithm_targets.py`.
 
-How much a step grows by latency is measured against the same contestants behind a delay line that holds
-nothing back (`line` among the delays), where there are such: packets that go through it take time of the
-cores and come in groups, which is no latency.
+How much a step grows by latency is measured against no delay line at all or, with `line` among the delays
+before that one, against a line that holds nothing back: what goes through it takes time of the cores and
+comes in groups, which is no latency.
 
 Needs root (network namespaces, `tests/lab`); latencies need the lab's delay line.
 """
@@ -172,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--hosts", default=f"{RANKS},2", help="numbers of hosts (default %(default)s)")
     options.add_argument("--rates", default=",".join(_RATES), help="Mbit/s (default %(default)s)")
     options.add_argument(
-        "--delays-ms", default="0,line,5", help="one way; line: 0 by a delay line (default %(default)s)"
+        "--delays-ms",
+        default="0,5",
+        help="one way; line: 0 by a delay line, which growth is measured against (default %(default)s)",
     )
     options.add_argument("--cases", default=",".join((*_PEERS, *_OURS)), help="contestants besides ddp")
     options.add_argument(
