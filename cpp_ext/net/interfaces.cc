@@ -19,8 +19,8 @@ namespace baguarun::net {
 namespace {
 
 constexpr int kUnknownSpeedMbps = 10000;
-// Up, and joined to something: a NIC without its cable and a bridge whose ports have gone only are up. As NCCL
-// has it.
+// Up, and joined to something: a NIC without its cable and a bridge whose ports have gone only are up. As
+// NCCL has it.
 constexpr unsigned kUsable = IFF_UP | IFF_RUNNING;
 
 int countPrefixBits(const sockaddr* mask) {
