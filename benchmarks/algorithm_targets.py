@@ -94,10 +94,10 @@ class Measured:
     def is_stock(self) -> bool:
         return self.case.startswith("ddp")
 
-    @property
-    def is_run(self) -> bool:
-        """With its warm-up."""
-        return self.case.partition("@")[0].endswith("_run")
+
+def is_run(case: str) -> bool:
+    """With its warm-up."""
+    return case.partition("@")[0].endswith("_run")
 
 
 def judge(
@@ -179,7 +179,7 @@ def _to_stock(ours: Measured, found: Mapping[str, Measured]) -> list[str]:
     for transport, suffix in (("Gloo", ""), ("baguanet", "@baguanet")):
         names = [f"{name}{suffix}" for name in _STOCK]
         with_warmup = f"ddp_powersgd_run{suffix}"
-        if ours.is_run and with_warmup in found:
+        if is_run(ours.case) and with_warmup in found:
             names[-1] = with_warmup
         stock = [found[name] for name in names if name in found]
         if stock:
@@ -275,14 +275,11 @@ def _less_by_rail(place: str, found: Mapping[str, Measured]) -> list[Row]:
     return rows
 
 
-def judge_latency(fast: Mapping[str, Measured], slow: Mapping[str, Measured], place: str) -> list[Row]:
+def judge_latency(grown: Mapping[str, float], place: str) -> list[Row]:
     """How much longer a step takes with latency than without, of neighbours against whole groups."""
-    grown = {case: slow[case].step_s / fast[case].step_s for case in fast if case in slow}
     family = {case: value for case, value in grown.items() if case.startswith(_DECENTRALIZED)}
     groups = {
-        case: value
-        for case, value in grown.items()
-        if case.startswith(_WHOLE_GROUPS) and not slow[case].is_run
+        case: value for case, value in grown.items() if case.startswith(_WHOLE_GROUPS) and not is_run(case)
     }
     if not family or not groups:
         return []

@@ -5,16 +5,14 @@ took. The parts of a step alone, which the model has, are measured in jobs of fo
 else in them, one before the others and one after them. The bytes that the NIC counted, the headers of its
 packets aside, must be the model's: 5 % off fails the run. Targets are in `algorithm_targets.py`.
 
-How much a step grows by latency is measured against no delay line at all or, with `line` among the delays
-before that one, against a line that holds nothing back: what goes through it takes time of the cores and
-comes in groups, which is no latency.
+How much a step grows by latency is the median of pairs, too: jobs on networks that differ by their latency
+alone are there at once and hand a baton on after each turn.
 
 Needs root (network namespaces, `tests/lab`); latencies need the lab's delay line.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from statistics import median
@@ -22,9 +20,9 @@ from typing import Any
 
 from benchmarks.algorithm_targets import NEARLY_ALONE, Measured, judge, judge_latency
 from benchmarks.cost_model import Cluster, Gradients
-from benchmarks.harness import Report, finish, parser, save
+from benchmarks.harness import Report, Row, finish, parser, save
 from benchmarks.ratios import paired_ratio
-from benchmarks.step import RANKS, Contest, Network, Turns, run_contest
+from benchmarks.step import RANKS, Contest, Network, Turns, run_contests
 from benchmarks.step_worker import build_model
 from tests.lab.delay import delay_program
 
@@ -75,51 +73,51 @@ _BY_RAIL = (
 )
 """Where a host has several ranks: with and without the hierarchy, which most have by default."""
 _RATES = {"unlimited": None, "1000": 1000.0, "100": 100.0}
-_LINE = "line"
-_CONTESTANTS_PER_JOB = 14
+_CONTESTANTS = 28
 _SAMPLES_PER_STEP = 32 * RANKS
 _MODEL = "mlp"
 
 
-def networks(hosts: list[int], rates: list[str], delays_ms: list[str]) -> list[Network]:
-    """Every combination. A delay is a number, 0 of them without a delay line, or `line`."""
+def networks(hosts: list[int], rates: list[str], delays_ms: list[float]) -> list[list[Network]]:
+    """Every combination; together those that differ by their latency."""
     found = []
     for count in hosts:
         for rate in rates:
-            for delay in delays_ms:
-                speed = "unlimited" if _RATES[rate] is None else f"{rate} Mbit/s"
-                delay_ms = 0.0 if delay == _LINE else float(delay)
-                late = "0 ms by the delay line" if delay == _LINE else f"{delay_ms:g} ms"
-                found.append(
+            speed = "unlimited" if _RATES[rate] is None else f"{rate} Mbit/s"
+            found.append(
+                [
                     Network(
-                        f"{count} hosts of {RANKS // count}, {speed}, {late}",
+                        f"{count} hosts of {RANKS // count}, {speed}, {delay_ms:g} ms",
                         _RATES[rate],
                         hosts=count,
-                        delay_ms=0.0 if delay == _LINE else delay_ms or None,
+                        delay_ms=delay_ms or None,
                     )
-                )
+                    for delay_ms in delays_ms
+                ]
+            )
     return found
 
 
-def jobs(cases: list[str]) -> list[tuple[str, ...]]:
+def jobs(cases: list[str], places: int = 1) -> list[tuple[str, ...]]:
     """The contestants who share processes, `ddp` with all of them, `alone` with those held against it.
 
-    Each keeps a model and its optimizer's state: all forty of them at once take more than this machine has.
+    Each keeps a model and its optimizer's state, on `places` networks at once: all forty of them take more
+    than this machine has.
     """
     others = [case for case in cases if case != "ddp"]
-    count = max(1, math.ceil(len(others) / _CONTESTANTS_PER_JOB))
+    count = max(1, math.ceil(len(others) * places / _CONTESTANTS))
     shares = [others[number::count] for number in range(count)]
     return [("ddp", *(["alone"] if set(NEARLY_ALONE) & set(share) else []), *share) for share in shares]
 
 
-def measure(contest: Contest, turns: Turns) -> list[dict[str, Any]]:
-    """What rank 0 measured on one network, and alone, also in jobs that have nothing else in them."""
-    rosters = [("alone",), *jobs(list(contest.cases)), ("alone",)]
-    return [
-        {**block, "job": number, "by_itself": len(cases) == 1}
-        for number, cases in enumerate(rosters)
-        for block in run_contest(dataclasses.replace(contest, cases=cases), turns)
-    ]
+def measure(places: list[Network], cases: list[str], turns: Turns) -> list[list[dict[str, Any]]]:
+    """What rank 0 measured on each network, and alone, also in jobs that have nothing else in them."""
+    found: list[list[dict[str, Any]]] = [[] for _ in places]
+    for number, roster in enumerate([("alone",), *jobs(cases, len(places)), ("alone",)]):
+        contests = [Contest(network, _MODEL, roster) for network in places]
+        for blocks, taken in zip(found, run_contests(contests, turns), strict=True):
+            blocks += [{**block, "job": number, "by_itself": len(roster) == 1} for block in taken]
+    return found
 
 
 def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
@@ -152,6 +150,15 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
     return found
 
 
+def growth(fast: list[dict[str, Any]], slow: list[dict[str, Any]]) -> dict[str, float]:
+    """By what a step takes longer on the second of two networks, by case: of turns that are a pair."""
+    cases = dict.fromkeys(block["case"] for block in slow)
+    return {
+        case: _ratio(*(_by_turn([b for b in blocks if b["case"] == case]) for blocks in (slow, fast)))
+        for case in cases
+    }
+
+
 def _by_turn(blocks: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     """One contestant's step times, by job and round."""
     return {(block["job"], block["round"]): block["step_s"] for block in blocks}
@@ -171,11 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("algorithms", __doc__ or "")
     options.add_argument("--hosts", default=f"{RANKS},2", help="numbers of hosts (default %(default)s)")
     options.add_argument("--rates", default=",".join(_RATES), help="Mbit/s (default %(default)s)")
-    options.add_argument(
-        "--delays-ms",
-        default="0,5",
-        help="one way; line: 0 by a delay line, which growth is measured against (default %(default)s)",
-    )
+    options.add_argument("--delays-ms", default="0,5", help="one way (default %(default)s)")
     options.add_argument("--cases", default=",".join((*_PEERS, *_OURS)), help="contestants besides ddp")
     options.add_argument(
         "--rail-cases", default=",".join(_BY_RAIL), help="further ones where hosts have several ranks"
@@ -200,39 +203,32 @@ def main(argv: list[str] | None = None) -> int:
         title=f"a step of {RANKS} ranks against torch DDP on Gloo",
         quick=args.quick,
     )
-    places = networks(
-        [int(word) for word in args.hosts.split(",")],
-        args.rates.split(","),
-        args.delays_ms.split(","),
-    )
-    if any(network.delay_ms is not None for network in places):
+    delays_ms = sorted({float(word) for word in args.delays_ms.split(",")})
+    if any(delays_ms):
         # A run of an hour should not end where it comes to the first latency.
         delay_program()
-    seen: dict[tuple[int, float | None, float | None], dict[str, Measured]] = {}
-    for network in places:
+    for places in networks([int(word) for word in args.hosts.split(",")], args.rates.split(","), delays_ms):
         cases = dict.fromkeys(("ddp", *args.cases.split(",")))
-        if network.hosts < RANKS:
+        if places[0].hosts < RANKS:
             cases |= dict.fromkeys(args.rail_cases.split(","))
-        contest = Contest(network, _MODEL, tuple(cases))
-        blocks = measure(contest, turns)
-        report.raw[network.name] = blocks
-        found = medians(blocks)
-        seen[network.hosts, network.rate_mbit, network.delay_ms] = found
-        cluster = Cluster(
-            hosts=network.hosts, ranks=RANKS, rate_mbit=network.rate_mbit, delay_ms=network.delay_ms or 0.0
-        )
-        place = network.hosts, network.rate_mbit
-        # What only passes a delay line is there to be compared with what waits in it.
-        rows = []
-        if network.delay_ms != 0.0:
-            rows += judge(network.name, cluster, gradients(), found, _SAMPLES_PER_STEP)
-        if network.delay_ms and (fast := seen.get((*place, 0.0), seen.get((*place, None)))):
-            rows += judge_latency(fast, found, network.name)
-        for row in rows:
-            report.rows.append(row)
-            print(f"{row.what}: {row.value:.3f}", flush=True)
+        measured = measure(places, list(cases), turns)
+        for network, blocks in zip(places, measured, strict=True):
+            report.raw[network.name] = blocks
+            for row in _rows(network, blocks, None if places[0].delay_ms else measured[0]):
+                report.rows.append(row)
+                print(f"{row.what}: {row.value:.3f}", flush=True)
         save(report, args)
     return finish(report, args)
+
+
+def _rows(network: Network, blocks: list[dict[str, Any]], fast: list[dict[str, Any]] | None) -> list[Row]:
+    """The table's lines for one network; `fast`: what was measured beside it without latency."""
+    delay_ms = network.delay_ms or 0.0
+    cluster = Cluster(hosts=network.hosts, ranks=RANKS, rate_mbit=network.rate_mbit, delay_ms=delay_ms)
+    rows = judge(network.name, cluster, gradients(), medians(blocks), _SAMPLES_PER_STEP)
+    if delay_ms and fast:
+        rows += judge_latency(growth(fast, blocks), network.name)
+    return rows
 
 
 if __name__ == "__main__":

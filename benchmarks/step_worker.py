@@ -4,19 +4,21 @@ A case is `ddp`, `ddp_fp16`, `ddp_powersgd` or `ddp_powersgd_run`, on Gloo, or, 
 name, on baguarun's transport; `alone`, which communicates nothing; or one of baguarun's algorithms, by name
 or as in `VARIANTS`: on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or `+flat`
 before that, by rail between nodes or not, whatever its default. Started by `benchmarks/step.py` with
-torchrun's variables; rank 0 writes the blocks as JSON to `--out`.
+torchrun's variables; rank 0 writes the blocks as JSON to `--out`. Jobs on other networks may be at work on
+the same machine: each waits for the baton before it does what takes time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -45,6 +47,7 @@ from baguarun.comm.algorithms import (
 from baguarun.comm.algorithms.async_model_average import AsyncStepper
 from baguarun.comm.algorithms.diloco import OuterStepper
 from baguarun.comm.algorithms.low_precision_decentralized import RingStepper
+from benchmarks.baton import Baton
 from benchmarks.harness import rotated
 
 _HIERARCHICAL = {"rail": True, "flat": False}
@@ -336,39 +339,66 @@ def timed(training: Training, steps: int) -> float:
     return slowest(took_s / steps)
 
 
-def compete(cases: list[str], model_name: str, rounds: int, block_s: float) -> list[Block]:
-    """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`."""
+@contextlib.contextmanager
+def _turn(baton: Baton | None) -> Iterator[None]:
+    """All ranks hold `baton`, which is with rank 0, and no job but this one does anything."""
+    if baton is not None:
+        baton.take()
+    dist.barrier()
+    yield
+    dist.barrier()
+    if baton is not None:
+        baton.hand_on()
+
+
+def compete(
+    cases: list[str], model_name: str, rounds: int, block_s: float, baton: Baton | None
+) -> list[Block]:
+    """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`; `baton` on rank 0."""
     gloo = dist.new_group(backend="gloo")
-    trainings = {case: make_training(case, model_name, gloo) for case in cases}
-    steps = {}
-    for case, found in trainings.items():
-        # Turns are whole periods, from the first step on.
-        timed(found, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
-        turn_s = block_s * (_LONGER_ALONE if case == "alone" else 1)
-        wanted = max(_LEAST_STEPS, min(200, math.ceil(turn_s / timed(found, 1))))
-        steps[case] = math.ceil(wanted / period(case)) * period(case)
+    with _turn(baton):
+        pass  # All jobs have started: that would be in the way of who measures.
+    with _turn(baton):
+        trainings = {case: make_training(case, model_name, gloo) for case in cases}
+        steps = {case: _steps_of_turn(case, training, block_s) for case, training in trainings.items()}
     blocks = []
     for number in range(rounds):
         for case in rotated(cases, number):
-            if period(case) == 1:
-                # Finds connections that were idle while others had their turns, as training does not.
-                timed(trainings[case], 1)
-            dist.barrier()
-            rounds = trainings[case].rounds or (lambda: 0)
-            bytes_before, packets_before = sent()
-            rounds_before = rounds()
-            idle_before, ticks_before = core_ticks()
-            step_s = timed(trainings[case], steps[case])
-            idle_after, ticks_after = core_ticks()
-            bytes_after, packets_after = sent()
-            moved = (bytes_after - bytes_before) / steps[case]
-            packets = (packets_after - packets_before) / steps[case]
-            rate = (rounds() - rounds_before) / steps[case] if trainings[case].rounds else 1.0
-            ticks = ticks_after - ticks_before
-            busy = 1 - (idle_after - idle_before) / ticks if ticks else 0.0
-            block = Block(case, number, steps[case], step_s, moved, packets, rate, busy=busy)
-            blocks.append(take_apart(block, trainings[case]) if case == "alone" else block)
+            with _turn(baton):
+                blocks.append(_block(case, number, steps[case], trainings[case]))
+    with _turn(baton):
+        pass  # All jobs are done: so would their ends be.
     return blocks
+
+
+def _steps_of_turn(case: str, training: Training, block_s: float) -> int:
+    """How many steps take about `block_s`, after a warm-up: whole periods, from the first step on."""
+    timed(training, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
+    turn_s = block_s * (_LONGER_ALONE if case == "alone" else 1)
+    wanted = max(_LEAST_STEPS, min(200, math.ceil(turn_s / timed(training, 1))))
+    return math.ceil(wanted / period(case)) * period(case)
+
+
+def _block(case: str, number: int, steps: int, training: Training) -> Block:
+    """One turn."""
+    if period(case) == 1:
+        # Finds connections that were idle while others had their turns, as training does not.
+        timed(training, 1)
+    dist.barrier()
+    rounds = training.rounds or (lambda: 0)
+    bytes_before, packets_before = sent()
+    rounds_before = rounds()
+    idle_before, ticks_before = core_ticks()
+    step_s = timed(training, steps)
+    idle_after, ticks_after = core_ticks()
+    bytes_after, packets_after = sent()
+    moved = (bytes_after - bytes_before) / steps
+    packets = (packets_after - packets_before) / steps
+    rate = (rounds() - rounds_before) / steps if training.rounds else 1.0
+    ticks = ticks_after - ticks_before
+    busy = 1 - (idle_after - idle_before) / ticks if ticks else 0.0
+    block = Block(case, number, steps, step_s, moved, packets, rate, busy=busy)
+    return take_apart(block, training) if case == "alone" else block
 
 
 def take_apart(block: Block, training: Training) -> Block:
@@ -388,12 +418,14 @@ def main() -> int:
     options.add_argument("--rounds", type=int, required=True)
     options.add_argument("--block-s", type=float, required=True)
     options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--baton", type=Path, nargs=2, required=True, help="this job's pipe, the next one's")
     args = options.parse_args()
     # A step that is left out takes less time than one that trains.
     warnings.filterwarnings("error", "QAdamOptimizer: a gradient is not finite")
     torch.set_num_threads(1)
     baguarun.init_process_group()
-    blocks = compete(args.cases.split(","), args.model, args.rounds, args.block_s)
+    baton = Baton(*args.baton) if dist.get_rank() == 0 else None
+    blocks = compete(args.cases.split(","), args.model, args.rounds, args.block_s, baton)
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps([asdict(block) for block in blocks]))
     dist.barrier()

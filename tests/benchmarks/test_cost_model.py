@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.algorithm_targets import Measured, judge, judge_latency
-from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, jobs, medians, networks
+from benchmarks.algorithms import _BY_RAIL, _OURS, _PEERS, gradients, growth, jobs, medians, networks
 from benchmarks.cost_model import Alone, Behind, Cluster, Cost, Gradients, cost_of, limit_s
 from benchmarks.harness import Row
 
@@ -326,18 +326,31 @@ def test_pairs_are_of_one_job_and_parts_of_a_step_of_jobs_with_nothing_else() ->
 
 def test_everybody_is_in_one_job_and_yardsticks_in_all_that_need_them() -> None:
     cases = ["ddp", *_PEERS, *_OURS, *_BY_RAIL]
-    found = jobs(cases)
+    found = jobs(cases, 2)
     assert all(job[0] == "ddp" and len(job) <= 16 for job in found)
     assert sorted(case for job in found for case in job[1:] if case != "alone") == sorted(cases[1:])
     for nearly_alone in ("async_model_average", "diloco_overlapped"):
         assert all("alone" in job for job in found if nearly_alone in job)
+    # Twice as many share processes that are there once.
+    assert 16 < max(map(len, jobs(cases))) <= 30
     assert jobs(["ddp"]) == [("ddp",)]
 
 
-def test_what_only_passes_a_delay_line_is_another_network_than_one_without() -> None:
-    places = networks([4, 2], ["100"], ["0", "line", "5"])
-    assert [place.delay_ms for place in places] == [None, 0.0, 5.0] * 2
-    assert len({place.name for place in places}) == 6
+def test_networks_that_differ_by_latency_are_measured_together() -> None:
+    places = networks([4, 2], ["100"], [0.0, 5.0])
+    assert [[network.delay_ms for network in together] for together in places] == [[None, 5.0]] * 2
+    assert len({network.name for together in places for network in together}) == 4
+
+
+def test_growth_is_the_median_of_turns_that_are_a_pair() -> None:
+    def turns(*step_s: float) -> list[dict[str, Any]]:
+        return [
+            {"job": 1, "case": "bytegrad", "round": number, "step_s": took_s}
+            for number, took_s in enumerate(step_s)
+        ]
+
+    # The machine takes twice as long from the second pair's second turn on: by medians it would be 2.2.
+    assert growth(turns(2.0, 2.0, 4.0), turns(2.2, 4.4, 4.4)) == {"bytegrad": pytest.approx(1.1)}
 
 
 def test_a_little_slower_is_allowed_only_where_no_win_is_predicted() -> None:
@@ -358,16 +371,14 @@ def test_the_hierarchy_must_send_less() -> None:
 
 
 def test_latency_must_hurt_neighbours_least() -> None:
-    fast = {case: measured(case, 1.0) for case in ("ddp", "decentralized_shift_one")}
-    slow = {"ddp": measured("ddp", 1.5), "decentralized_shift_one": measured("decentralized_shift_one", 1.1)}
-    (row,) = judge_latency(fast, slow, "there")
+    grown = {"ddp": 1.5, "decentralized_shift_one": 1.1}
+    (row,) = judge_latency(grown, "there")
     assert row.reached
-    (row,) = judge_latency(fast, {**slow, "ddp": measured("ddp", 1.0)}, "there")
+    (row,) = judge_latency({**grown, "ddp": 1.0}, "there")
     assert not row.reached
     # Also those that average among all, and against the least of all that exchange gradients.
-    fast |= {case: measured(case, 1.0) for case in ("decentralized", "power_sgd")}
-    slow |= {"decentralized": measured("decentralized", 1.4), "power_sgd": measured("power_sgd", 1.2)}
-    found = {row.what.split("growth of ")[1].split(" ")[0]: row for row in judge_latency(fast, slow, "there")}
+    grown |= {"decentralized": 1.4, "power_sgd": 1.2, "sparse_run": 1.0}
+    found = {row.what.split("growth of ")[1].split(" ")[0]: row for row in judge_latency(grown, "there")}
     assert {case: row.reached for case, row in found.items()} == {
         "decentralized_shift_one": True,
         "decentralized": False,
