@@ -6,7 +6,8 @@ else in them, one before the others and one after them. The bytes that the NIC c
 packets aside, must be the model's: 5 % off fails the run. Targets are in `algorithm_targets.py`.
 
 How much a step grows by latency is the median of pairs, too: jobs on networks that differ by their latency
-alone are there at once and hand a baton on after each turn.
+alone are there at once and hand a baton on after each turn. It is measured against the shortest latency that
+there is: against no delay line at all, what that takes of the cores is part of it.
 
 Needs root (network namespaces, `tests/lab`); latencies need the lab's delay line.
 """
@@ -191,18 +192,25 @@ def main(argv: list[str] | None = None) -> int:
         help="length of a turn, at least three steps (default 1.0, quick 0.2); before it a step that is not "
         "counted finds connections that were idle, but with whom turns are whole periods",
     )
+    options.add_argument(
+        "--keep-windows",
+        action="store_true",
+        help="hosts with net.ipv4.tcp_slow_start_after_idle=0, as docs/transport.md advises",
+    )
     args = options.parse_args(argv)
     turns = Turns(
         rounds=args.rounds or (2 if args.quick else 5),
         block_s=args.block_s or (0.2 if args.quick else 1.0),
         pin=True,
         congestion_control="reno",
+        keeps_windows=args.keep_windows,
     )
     report = Report(
         name="algorithms",
         title=f"a step of {RANKS} ranks against torch DDP on Gloo",
         quick=args.quick,
     )
+    report.facts["hosts_keep_tcp_windows"] = turns.keeps_windows
     delays_ms = sorted({float(word) for word in args.delays_ms.split(",")})
     if any(delays_ms):
         # A run of an hour should not end where it comes to the first latency.
@@ -214,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         measured = measure(places, list(cases), turns)
         for network, blocks in zip(places, measured, strict=True):
             report.raw[network.name] = blocks
-            for row in _rows(network, blocks, None if places[0].delay_ms else measured[0]):
+            for row in _rows(network, blocks, measured[0] if network != places[0] else None):
                 report.rows.append(row)
                 print(f"{row.what}: {row.value:.3f}", flush=True)
         save(report, args)
@@ -222,11 +230,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _rows(network: Network, blocks: list[dict[str, Any]], fast: list[dict[str, Any]] | None) -> list[Row]:
-    """The table's lines for one network; `fast`: what was measured beside it without latency."""
+    """The table's lines for one network; `fast`: what was measured beside it with less latency."""
     delay_ms = network.delay_ms or 0.0
     cluster = Cluster(hosts=network.hosts, ranks=RANKS, rate_mbit=network.rate_mbit, delay_ms=delay_ms)
     rows = judge(network.name, cluster, gradients(), medians(blocks), _SAMPLES_PER_STEP)
-    if delay_ms and fast:
+    if fast:
         rows += judge_latency(growth(fast, blocks), network.name)
     return rows
 

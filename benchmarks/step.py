@@ -65,6 +65,8 @@ class Turns:
     """Keep each rank on one CPU."""
     congestion_control: str
     """TCP of the lab's hosts."""
+    keeps_windows: bool = False
+    """Whether the lab's hosts leave connections that were idle their windows."""
 
 
 LOOPBACK = Network("loopback", lab=False, hosts=1)
@@ -144,7 +146,12 @@ def run_contests(contests: Sequence[Contest], turns: Turns) -> list[list[dict[st
                 *("--baton", *map(str, pipes)),
             ]
             jobs.append((contest.network, words))
-        return _run_jobs(jobs, pin=turns.pin, congestion_control=turns.congestion_control)
+        return _run_jobs(
+            jobs,
+            pin=turns.pin,
+            congestion_control=turns.congestion_control,
+            keeps_windows=turns.keeps_windows,
+        )
 
 
 def run_ranks(
@@ -164,6 +171,7 @@ def _run_jobs(
     *,
     pin: bool = True,
     congestion_control: str = "reno",
+    keeps_windows: bool = False,
     on_heap_bytes: int = _ON_HEAP_BYTES,
 ) -> list[list[dict[str, Any]]]:
     """Likewise for several jobs at once, each on its network; `pin` keeps each rank on one CPU."""
@@ -171,7 +179,7 @@ def _run_jobs(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes, outs = [], []
         for number, (network, words) in enumerate(jobs):
-            address, starters = stack.enter_context(_placed(network, congestion_control))
+            address, starters = stack.enter_context(_placed(network, congestion_control, keeps_windows))
             outs.append(scratch / f"{number}.json")
             for rank, start in enumerate(starters):
                 cpus = sorted(os.sched_getaffinity(0))
@@ -184,13 +192,17 @@ def _run_jobs(
 
 
 @contextlib.contextmanager
-def _placed(network: Network, congestion_control: str) -> Iterator[tuple[str, list[Any]]]:
+def _placed(
+    network: Network, congestion_control: str, keeps_windows: bool
+) -> Iterator[tuple[str, list[Any]]]:
     """Rank 0's address and one function per rank that starts a process in its place."""
     if not network.lab:
         yield "127.0.0.1", [subprocess.Popen] * RANKS
         return
     limits = (network.rate_mbit, network.delay_ms)
-    with Lab(network.hosts, *limits, congestion_control=congestion_control) as lab:
+    with Lab(
+        network.hosts, *limits, congestion_control=congestion_control, keeps_windows=keeps_windows
+    ) as lab:
         per_host = RANKS // network.hosts
         yield lab.hosts[0].address, [lab.hosts[rank // per_host].popen for rank in range(RANKS)]
 

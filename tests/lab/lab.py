@@ -29,7 +29,7 @@ _MIN_BURST_BYTES = 16 * 1024
 # The limit counts the headers of all packets, which are 5 % of a frame.
 _FRAME_OF_BURST = 0.95
 _MAX_FRAME_BYTES = 64 * 1024
-_CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
+_TCP_SETTINGS = "/proc/sys/net/ipv4"
 
 
 class Lab:
@@ -39,6 +39,8 @@ class Lab:
     latency of every NIC. `congestion_control` is the hosts' TCP: reno by default, which shares a full link as
     cubic, the default of most clusters, does (a namespace may choose only from the machine's
     `net.ipv4.tcp_allowed_congestion_control`); bbr starves some of the flows that meet at one slow NIC.
+    Hosts with `keeps_windows` leave a connection that was idle its window, as they do where
+    `net.ipv4.tcp_slow_start_after_idle` is 0; others halve it for each retransmission timeout.
     Everything is removed at the end of the block, on exceptions, on SIGINT and on SIGTERM; what an owner
     killed by SIGKILL leaves is removed by the next lab or by `sweep()`.
     Raises LabError where a lab is not possible. Threads: one lab belongs to one thread.
@@ -50,6 +52,7 @@ class Lab:
         rate_mbit: float | None = None,
         delay_ms: float | None = None,
         congestion_control: str = "reno",
+        keeps_windows: bool = False,
     ) -> None:
         if not 1 <= hosts <= 250:
             raise LabError(f"hosts={hosts}: want 1 <= hosts <= 250")
@@ -60,6 +63,7 @@ class Lab:
         self.name = lab_name(next(_serials))
         self.rate_mbit = rate_mbit
         self.congestion_control = congestion_control
+        self.keeps_windows = keeps_windows
         self._delay = None if delay_ms is None else DelayLine(delay_ms)
         self._bridge = f"{self.name}.b"
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -136,7 +140,12 @@ class Lab:
     def _add_host(self, host: Host) -> None:
         namespaces.create(host.namespace)
         enter = inside(host.namespace)
-        system(*enter, "sh", "-c", f'echo "$1" > {_CONGESTION_CONTROL}', "lab", self.congestion_control)
+        settings = {
+            "tcp_congestion_control": self.congestion_control,
+            "tcp_slow_start_after_idle": "0" if self.keeps_windows else "1",
+        }
+        for name, value in settings.items():
+            system(*enter, "sh", "-c", f'echo "$1" > {_TCP_SETTINGS}/{name}', "lab", value)
         system(
             *(*enter, "ip", "link", "add", "name", host.nic, "type", "veth"),
             *("peer", "name", host.port, "netns", str(namespaces.NAMESPACE_DIR / self._bridge)),

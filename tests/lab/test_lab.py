@@ -173,6 +173,13 @@ def test_two_senders_share_one_receivers_nic() -> None:
         assert received * 8 / 1e6 / elapsed_s < 110
 
 
+@pytest.mark.parametrize("keeps_windows", [False, True])
+def test_hosts_keep_the_windows_of_idle_connections_where_asked(keeps_windows: bool) -> None:
+    with Lab(1, keeps_windows=keeps_windows) as lab:
+        said = lab.hosts[0].run(["cat", "/proc/sys/net/ipv4/tcp_slow_start_after_idle"])
+    assert said.stdout.strip() == ("0" if keeps_windows else "1")
+
+
 def test_hosts_have_their_own_names_and_know_each_others(lab: Lab) -> None:
     seen = lab.hosts[1].run(["sh", "-c", "hostname; getent hosts h2"]).stdout.split()
     assert seen == ["h1", lab.hosts[2].address, "h2"]
