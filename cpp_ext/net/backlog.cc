@@ -20,10 +20,13 @@ constexpr std::chrono::milliseconds kStaysFull{50};
 constexpr std::chrono::milliseconds kNoRest{20};
 // Longer is an outage.
 constexpr std::chrono::seconds kLongestFill{1};
-// Checks that "lately" goes back, and the time that what arrives is averaged over: several senders' bytes
-// come through one line in turns.
+// Checks that "lately" goes back, and the time that shares and what arrives are averaged over: several
+// senders' bytes come through one line in turns.
 constexpr int kMemory = 16;
 constexpr std::chrono::milliseconds kRateMemory{80};
+// Held for a larger share of the time than this. By the kernel's count one stream with 4 MB, its most by
+// default, was for 0.56 to 0.61 of it where 1 Gbit/s go 10 ms far, and four of them for 0.01.
+constexpr double kHeld = 0.2;
 // The queue beyond which a limit is set, what it is set for, and the queue below which it may grow. The way
 // back has its queues, too: half of it may be there. On a long way there must be more of it: what several
 // senders have under way piles up now in front of one line and now of another, which run dry in turn if most
@@ -65,8 +68,11 @@ void Backlog::onFull(int fd, Buffering buffering, Clock::time_point now) {
     bytesMeasured_ += arrived;
     measured_ += elapsed;
   }
+  const microseconds held(info.tcpi_sndbuf_limited -
+                          std::exchange(heldTime_, uint64_t{info.tcpi_sndbuf_limited}));
   if (elapsed < kLongestFill && elapsed - busy < kNoRest) {
     averageRate(arrived, elapsed);
+    averageHeld(held, elapsed);
   }
   const microseconds shortest(info.tcpi_min_rtt);
   const microseconds trip(std::max(info.tcpi_rtt, info.tcpi_min_rtt));
@@ -101,6 +107,17 @@ void Backlog::averageRate(uint64_t arrived, Clock::duration elapsed) noexcept {
   const double rate = static_cast<double>(arrived) / std::chrono::duration<double>(elapsed).count();
   const double weight = std::chrono::duration<double>(elapsed) / kRateMemory;
   rate_ = rate_ > 0 ? rate_ + (rate - rate_) * std::min(weight, 1.0) : rate;
+}
+
+void Backlog::averageHeld(microseconds held, Clock::duration elapsed) noexcept {
+  const double share = std::chrono::duration<double>(held) / elapsed;
+  const double weight = std::chrono::duration<double>(elapsed) / kRateMemory;
+  heldShare_ += (share - heldShare_) * std::min(weight, 1.0);
+}
+
+// Where the queue takes longer than the way, a larger buffer would only make it longer.
+bool Backlog::isHeldByBuffer() const noexcept {
+  return limit_ == 0 && heldShare_ > kHeld && queueing_ < shortestTrip_;
 }
 
 double Backlog::bytesPerSecond() const noexcept {

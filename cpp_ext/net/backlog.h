@@ -25,6 +25,9 @@ class Backlog {
 
   // How much longer the round trip was than the shortest one, lately.
   std::chrono::microseconds queueing() const noexcept { return queueing_; }
+  // Lately the send buffer, as large as the kernel makes it, held less than the way does, for want of a
+  // queue.
+  bool isHeldByBuffer() const noexcept;
   // What arrived per second while the stream stayed full, and over how long, since the last call of
   // measure().
   double bytesPerSecond() const noexcept;
@@ -40,6 +43,7 @@ class Backlog {
 
  private:
   void averageRate(uint64_t arrived, Clock::duration elapsed) noexcept;
+  void averageHeld(std::chrono::microseconds held, Clock::duration elapsed) noexcept;
 
   std::chrono::microseconds queueing_{0};
   std::chrono::microseconds shortestTrip_{0};
@@ -49,6 +53,9 @@ class Backlog {
   double rate_ = 0;
   uint64_t bytesArrived_ = 0;
   uint64_t busyTime_ = 0;  // in microseconds, by the kernel's count, less where the receiver had no room
+  // The share of the time in which all that the buffer holds was under way, lately.
+  double heldShare_ = 0;
+  uint64_t heldTime_ = 0;  // in microseconds, by the kernel's count
   uint64_t bytesMeasured_ = 0;
   Clock::duration measured_{0};
   Clock::time_point lastCheck_{};

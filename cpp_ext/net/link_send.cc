@@ -119,6 +119,7 @@ void Link::rebalance() {
   StreamCount::Observed observed{.allFull = true,
                                  .queueing = std::chrono::microseconds::max(),
                                  .isLimited = false,
+                                 .areHeldByBuffers = true,
                                  .bytesPerSecond = 0,
                                  .measured = Clock::duration::max()};
   for (const Stream& stream : used) {
@@ -126,6 +127,7 @@ void Link::rebalance() {
     observed.allFull = observed.allFull && stream.wasFull;
     observed.queueing = std::min(observed.queueing, stream.backlog.queueing());
     observed.isLimited = observed.isLimited || stream.backlog.limit() != 0;
+    observed.areHeldByBuffers = observed.areHeldByBuffers && stream.backlog.isHeldByBuffer();
     observed.bytesPerSecond += stream.backlog.bytesPerSecond();
     observed.measured = std::min(observed.measured, stream.backlog.measured());
   }

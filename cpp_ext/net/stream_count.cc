@@ -38,6 +38,10 @@ constexpr int kPauseGrowth = 5;
 // As much from one look to the next counts as time with something to send; beyond it is a rest.
 constexpr seconds kLongestGap{1};
 
+bool isHeldBack(const StreamCount::Observed& observed) {
+  return !observed.isLimited && (observed.areHeldByBuffers || observed.queueing < kShortQueue);
+}
+
 }  // namespace
 
 bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
@@ -58,7 +62,7 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
       if (!observed.allFull) {
         return false;
       }
-      if (isPersistent(!observed.isLimited && observed.queueing < kShortQueue, now)) {
+      if (isPersistent(isHeldBack(observed), now)) {
         return go(Phase::kAll, now);
       }
       if (!isSettled(now)) {

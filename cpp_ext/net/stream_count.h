@@ -2,13 +2,13 @@
 //
 // Several streams help where something holds each of them back: a long way, loss, a limit per connection, the
 // kernel's work on one core. In front of a line that one of them fills they help nobody; they only make the
-// queue longer, and meet those of other senders there. A stream that is full while there is no queue is held
-// back. Where there is a queue, more are tried now and then, ever less often, and all are used if they move
-// more than one did before and does afterwards, twice in a row: other senders come and go meanwhile. What is
-// under way in a trial is what one had. The first trial is of all, whose ways may differ, and so is one after
-// all have been in use; others are of two: all that were idle, with small windows, would hold up two
-// exchanges by 0.1 s each. Rests count little in pauses between trials: who sends rarely would spend most of
-// it on trials.
+// queue longer, and meet those of other senders there. A stream that is full while there is no queue, or one
+// shorter than the way while its buffer is all under way, is held back. Where there is a longer queue, more
+// are tried now and then, ever less often, and all are used if they move more than one did before and does
+// afterwards, twice in a row: other senders come and go meanwhile. What is under way in a trial is what one
+// had. The first trial is of all, whose ways may differ, and so is one after all have been in use; others are
+// of two: all that were idle, with small windows, would hold up two exchanges by 0.1 s each. Rests count
+// little in pauses between trials: who sends rarely would spend most of it on trials.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,13 @@ class StreamCount {
   enum class Phase { kOne, kChange, kTrial, kChangeBack, kProof, kAll };
 
   // Of the streams in use: whether all are full now and then, the shortest queueing lately, whether one has
-  // its buffer limited, and what they moved per second while they were full, over how long.
+  // its buffer limited by us, whether all have the largest that there is and could use a larger one, and what
+  // they moved per second while they were full, over how long.
   struct Observed {
     bool allFull;
     std::chrono::microseconds queueing;
     bool isLimited;
+    bool areHeldByBuffers;
     double bytesPerSecond;
     Clock::duration measured;
   };

@@ -223,9 +223,8 @@ class StreamProbe:
         self.now_ms = 0
 
     def observe(
-        self, times: int, *, queueing_us: int, rate: float = 1e6, measured_ms: int = 0, limited: bool = False
+        self, times: int, *, queueing_us: int, rate: float = 1e6, measured_ms: int = 0, state: str = "free"
     ) -> None:
-        state = "limited" if limited else "free"
         for _ in range(times):
             self.now_ms += 20
             self.lines.append(f"{self.now_ms} {queueing_us} {state} {rate} {measured_ms}")
@@ -275,8 +274,24 @@ def test_one_sign_between_others_is_not_enough() -> None:
 
 def test_a_stream_with_a_limited_buffer_does_not_count_as_held_back() -> None:
     link = StreamProbe()
-    link.observe(50, queueing_us=300, limited=True)
+    link.observe(50, queueing_us=300, state="limited")
     assert set(link.used()) == {1}
+
+
+def test_all_streams_are_used_where_the_kernel_s_buffer_is_too_small_for_one() -> None:
+    link = StreamProbe()
+    link.observe(10, queueing_us=6_000, state="held")
+    assert link.used()[0] == 1
+    assert link.used()[-1] == 4
+
+
+def test_all_streams_are_used_again_at_once_after_a_look_at_one_with_too_small_a_buffer() -> None:
+    link = StreamProbe()
+    link.observe(10, queueing_us=300)
+    link.observe(1100, queueing_us=15_000, state="held")
+    used = link.used()
+    looked = used.index(1, 9)
+    assert used[looked : looked + 9] == [1] * 8 + [4]
 
 
 def test_a_link_of_several_streams_is_measured_once_its_window_has_grown() -> None:
