@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--keep-windows",
         action="store_true",
-        help="hosts with net.ipv4.tcp_slow_start_after_idle=0, as docs/transport.md advises",
+        help="hosts with net.ipv4.tcp_slow_start_after_idle=0 (docs/transport.md)",
     )
     args = options.parse_args(argv)
     turns = Turns(
