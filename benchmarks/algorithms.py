@@ -74,7 +74,7 @@ _BY_RAIL = (
 )
 """Where a host has several ranks: with and without the hierarchy, which most have by default."""
 _RATES = {"unlimited": None, "1000": 1000.0, "100": 100.0}
-_CONTESTANTS = 28
+_CONTESTANTS = 28  # Models at once, of four ranks: about 0.4 GB each.
 _SAMPLES_PER_STEP = 32 * RANKS
 _MODEL = "mlp"
 

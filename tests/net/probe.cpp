@@ -5,10 +5,10 @@
 //   probe host                            what tells this host from others
 //   probe hmac KEY MESSAGE                both in hexadecimal
 //   probe address TEXT                    the address as understood
-//   probe streams ALL < OBSERVATIONS      lines "MILLISECONDS QUEUEING_US limited|held|free RATE
-//   MEASURED_MS"; streams in use after each probe distance MEMBERS < CALLS        in each line a call's bytes
-//   and, of every member, the trip in microseconds and the bytes per second; for each call what every member
-//   makes of it, 1 for a direct one
+//   probe streams ALL < OBSERVATIONS      streams in use after each of the lines
+//   "MILLISECONDS QUEUEING_US limited|held|free RATE MEASURED_MS"
+//   probe distance MEMBERS < CALLS        in each line a call's bytes and, of every member, the trip in
+//   microseconds and the bytes per second; for each call what every member makes of it, 1 for a direct one
 #include <cstdio>
 #include <exception>
 #include <functional>
