@@ -1,8 +1,8 @@
 // The CUDA path. One block of threads takes one block of numbers at a time, whatever the wire: it gathers
 // fp32 values (a load, or a sum over chunks in rank order), then emits numbers or a compressed block. Where
-// that takes longer than memory does, there are kernels of their own (cuda_sums.h, cuda_top.h). The rules are
-// those of block.h, signs.h and sparse.h, the roundings are written out, so the bits are those of the CPU
-// paths.
+// that takes longer than memory does, there are kernels of their own (cuda_sums.h, cuda_top.h,
+// cuda_top_sums.h). The rules are those of block.h, signs.h and sparse.h, the roundings are written out, so
+// the bits are those of the CPU paths.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include "cuda_sparse.h"
 #include "cuda_sums.h"
 #include "cuda_top.h"
+#include "cuda_top_sums.h"
 
 namespace baguarun::codec::cuda {
 namespace {
@@ -371,6 +372,10 @@ void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t 
     case Wire::sign1:
       if (count > kMostCounted) return launch(stream, kernel, task);
       return launch(stream, signCounter(count), task, task.blocks, kWarpsTogether, kThreadsTogether);
+    case Wire::topk:
+      if (count > kMostTopChunks || what.in.keep > kMostOfLanes) return launch(stream, kernel, task);
+      task.keptInAll = keptInAll(what.in.keep, what.numel);
+      return launchByWarps(stream, topSummer(count), kernel, task);
     case Wire::randomk: {
       const int threads = threadsOfDrawn(what.in.keep);
       return launch(stream, sumDrawn, task, keptInAll(what.in.keep, what.numel),

@@ -25,6 +25,7 @@ struct Task {
   uint32_t blocks = 0;
   uint32_t wholeBlocks = 0;
   uint32_t firstBlock = 0;  // that the kernel has to do with
+  size_t keptInAll = 0;     // numbers in a chunk of topk
 
   __device__ Block block(uint32_t index) const { return {numel, blocks, index, index < wholeBlocks}; }
 };

@@ -118,6 +118,29 @@ def test_of_equal_numbers_the_first_are_kept(cuda: Codec, keep: int) -> None:
     )
 
 
+@pytest.mark.parametrize("keep", [1, 20, 32, 33])
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_of_equal_sums_the_first_are_kept(cuda: Codec, keep: int, count: int) -> None:
+    """By warps in whole blocks: sums of a few magnitudes, of which some cancel and some are NaN or Inf."""
+    format = Format(Wire.topk, keep)
+    rng = np.random.default_rng(100 * keep + count)
+    numel = 6 * 2048 + 70
+    src = []
+    for k in range(count):
+        few = rng.integers(-2, 3, numel).astype(np.float32)
+        few[:2048] = 0.0
+        few[2048 : 2048 + 16] = rng.standard_normal(16)
+        few[2048 + 16 : 2 * 2048] = 0.0
+        few[2 * 2048 : 3 * 2048] = (-1.0) ** k
+        few[3 * 2048 : 3 * 2048 + 5] = np.inf
+        few[4 * 2048 : 4 * 2048 + 5] = np.nan
+        few[5 * 2048 :] = rng.standard_normal(numel - 5 * 2048)
+        src.append(reference.encode(format, DType.f32, few))
+    want = reference.reduce_encode(format, src, 0.25, numel)
+    np.testing.assert_array_equal(cuda.reduce_encode(format, src, 0.25, numel), want)
+    np.testing.assert_array_equal(cuda.reduce_encode(format, src, 0.25, numel, into=count - 1), want)
+
+
 @pytest.mark.parametrize("keep", [1, 20, 256])
 def test_what_was_drawn_is_summed_up_without_its_places(cuda: Codec, keep: int) -> None:
     """Some blocks of a block of threads are spoilt by a NaN, and no other ones."""
