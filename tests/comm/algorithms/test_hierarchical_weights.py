@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from baguarun.comm import rail_groups
 from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, Decentralized, DiLoCo, LocalSGD
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.groups import keeps_order
 from baguarun.errors import CommunicationError, UsageError
 from tests.comm.algorithms.simulation import (
     assert_same_training,
@@ -80,12 +81,17 @@ def test_nodes_are_the_peers_and_ranks_of_a_node_share_weights(sizes: tuple[int,
 # Ranks by node: torch would sort the second rail, 3 and 2.
 INTERLEAVED, BY_NODE = (0, 1, 1, 0), [0, 3, 1, 2]
 
+keeps_rails = pytest.mark.skipif(
+    not keeps_order([3, 2]), reason="torch before 2.13 sorts them, and such rails are refused"
+)
+
 
 def train_interleaved(algorithm: Algorithm, steps: int) -> torch.Tensor:
     live_among(INTERLEAVED)
     return train_each([algorithm], steps)[0]
 
 
+@keeps_rails
 @pytest.mark.parametrize("backend", ["baguanet", "gloo"])
 def test_ranks_of_a_node_need_not_follow_one_another(backend: str) -> None:
     algorithm = Decentralized(peer_selection_mode="shift_one", hierarchical=True)

@@ -28,7 +28,7 @@ from tests.comm.algorithms.simulation import (
     train_each,
     train_through,
 )
-from tests.comm.algorithms.test_hierarchical_weights import BY_NODE, train_interleaved
+from tests.comm.algorithms.test_hierarchical_weights import BY_NODE, keeps_rails, train_interleaved
 from tests.comm.algorithms.test_low_precision_decentralized import PlainRing, coded, difference, neighbours
 from tests.comm.nodes import live_on_nodes
 from tests.comm.ranks import run_ranks_to_the_end
@@ -87,6 +87,7 @@ def test_every_step_is_that_of_the_written_out_ring_of_nodes(sizes: tuple[int, .
         assert_same_training([each[index] for each in found], expected)
 
 
+@keeps_rails
 @pytest.mark.parametrize("backend", ["baguanet", "gloo"])
 def test_ranks_of_a_node_need_not_follow_one_another(backend: str) -> None:
     algorithm = LowPrecisionDecentralized(hierarchical=True, check_interval=2, resync_interval=4)
