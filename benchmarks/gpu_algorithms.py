@@ -64,6 +64,7 @@ _NUMBERS = 64 << 20
 _QUICK_NUMBERS = 4 << 20
 _PARITY_NUMBERS = (1, 2047, 2048, 3_000_001)
 _INPUTS = 4
+_SUM = f"reduce {_INPUTS} and encode"
 _WITH_FEEDBACK = ("MINMAX8", "SIGN1", "TOPK", "RANDOMK")
 _REPEATS = 10
 _SLEEP_CYCLES = 1_000_000
@@ -105,67 +106,61 @@ def kernels(device: str, count: int, repeats: int) -> list[Row]:
     codec = load_extension()
     values = torch.randn(count, device=device)
     target = torch.empty_like(values)
-    copied_bytes = 2 * values.nbytes
-    copied = copied_bytes / seconds(device, lambda: target.copy_(values), repeats)
+    copied = 2 * values.nbytes / seconds(device, lambda: target.copy_(values), repeats)
     rows = []
-
-    def measure(what: str, count: int, moved: int, run: Callable[[], object]) -> None:
-        rate = moved / seconds(device, run, repeats)
-        rows.append(
-            Row(
-                what=f"{what}, {count >> 20} Mi numbers",
-                peer=f"copy {copied / 1e9:.0f} GB/s",
-                ours=f"{rate / 1e9:.0f} GB/s",
-                value=rate / copied,
-                target=_OF_ROOFLINE if device == "cuda" and count >= _NUMBERS else None,
-                at_least=True,
-                unit="x",
-            )
-        )
-
     for name in _WIRES:
         wire = getattr(codec.Wire, name)
         chunks = [codec.encode(values.roll(7 * turn), wire) for turn in range(_INPUTS)]
         coded = chunks[0].nbytes
         residual = torch.zeros_like(values)
-        measure(f"{name} encode", count, values.nbytes + coded, lambda w=wire: codec.encode(values, w))
-        measure(
-            f"{name} decode",
-            count,
-            values.nbytes + coded,
-            lambda w=wire, c=chunks: codec.decode(c[0], w, count, torch.float32),
-        )
-        measure(
-            f"{name} reduce {_INPUTS} and encode",
-            count,
-            (_INPUTS + 1) * coded,
-            lambda w=wire, c=chunks: codec.reduce_encode(c, w, 0.25, count),
-        )
+        works: dict[str, tuple[int, Callable[[], object]]] = {
+            "encode": (values.nbytes + coded, lambda w=wire: codec.encode(values, w)),
+            "decode": (
+                values.nbytes + coded,
+                lambda w=wire, c=chunks: codec.decode(c[0], w, count, torch.float32),
+            ),
+            _SUM: _sum_coded_again(wire, chunks, count),
+        }
         if name in _WITH_FEEDBACK:
-            measure(
-                f"{name} encode with residual",
-                count,
+            works["encode with residual"] = (
                 3 * values.nbytes + coded,
                 lambda w=wire, r=residual: codec.encode_with_residual(values, r, w),
             )
-            measure(
-                f"{name} reduce {_INPUTS} to fp32",
-                count,
+            works[f"reduce {_INPUTS} to fp32"] = (
                 values.nbytes + _INPUTS * coded,
                 lambda w=wire, c=chunks: codec.reduce_decode(c, w, 0.25, count, torch.float32),
             )
-        times = math.ceil(copied_bytes / ((_INPUTS + 1) * coded))
+        for what, (moved, run) in works.items():
+            rate = moved / seconds(device, run, repeats)
+            rows.append(_bandwidth(f"{name} {what}", device, count, rate, copied))
+        times = math.ceil(2 * values.nbytes / works[_SUM][0])
         if times > 1 and count >= _NUMBERS:
             # A launch takes some microseconds, in which a copy moves as much as few coded numbers are.
             many = times * count
             chunks = [codec.encode(torch.randn(many, device=device), wire) for _ in range(_INPUTS)]
-            measure(
-                f"{name} reduce {_INPUTS} and encode",
-                many,
-                (_INPUTS + 1) * chunks[0].nbytes,
-                lambda w=wire, c=chunks, n=many: codec.reduce_encode(c, w, 0.25, n),
-            )
+            moved, run = _sum_coded_again(wire, chunks, many)
+            rate = moved / seconds(device, run, repeats)
+            rows.append(_bandwidth(f"{name} {_SUM}", device, many, rate, copied))
     return rows
+
+
+def _sum_coded_again(wire: Any, chunks: list[torch.Tensor], count: int) -> tuple[int, Callable[[], object]]:
+    """The bytes that it moves, and what does it."""
+    moved = (len(chunks) + 1) * chunks[0].nbytes
+    return moved, lambda: load_extension().reduce_encode(chunks, wire, 0.25, count)
+
+
+def _bandwidth(what: str, device: str, count: int, rate: float, copied: float) -> Row:
+    """`rate` in bytes per second over that of a copy."""
+    return Row(
+        what=f"{what}, {count >> 20} Mi numbers",
+        peer=f"copy {copied / 1e9:.0f} GB/s",
+        ours=f"{rate / 1e9:.0f} GB/s",
+        value=rate / copied,
+        target=_OF_ROOFLINE if device == "cuda" and count >= _NUMBERS else None,
+        at_least=True,
+        unit="x",
+    )
 
 
 def parity(device: str) -> list[Row]:
