@@ -275,6 +275,8 @@ def aborted_while_nobody_calls(folder: str) -> str:
     os.environ["NCCL_HOSTID"] = str(dist.get_rank())
     reform(folder, "over sockets")
     dist.barrier()
+    # An abort ends what others have not got to the end of yet, be it this barrier.
+    await_the_others("met")
     if dist.get_rank() == 1:
         # Its timeout would come in half a minute, with another error.
         said = text_of(lambda: dist.recv(torch.ones(3), 0))
