@@ -275,7 +275,7 @@ def _less_by_rail(place: str, found: Mapping[str, Measured]) -> list[Row]:
     return rows
 
 
-def judge_latency(grown: Mapping[str, float], place: str) -> list[Row]:
+def judge_latency(grown: Mapping[str, float], place: str, what: str = "growth") -> list[Row]:
     """How much longer a step takes with latency than without, of neighbours against whole groups."""
     family = {case: value for case, value in grown.items() if case.startswith(_DECENTRALIZED)}
     groups = {
@@ -285,7 +285,7 @@ def judge_latency(grown: Mapping[str, float], place: str) -> list[Row]:
         return []
     return [
         Row(
-            what=f"{place}: growth of {case} by latency, by the least growth of {_names(groups)}",
+            what=f"{place}: {what} of {case} by latency, by the least of {_names(groups)}",
             peer=f"x {min(groups.values()):.2f}",
             ours=f"x {value:.2f}",
             value=value / min(groups.values()),

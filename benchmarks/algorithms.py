@@ -7,7 +7,8 @@ packets aside, must be the model's: 5 % off fails the run. Targets are in `algor
 
 How much a step grows by latency is the median of pairs, too: jobs on networks that differ by their latency
 alone are there at once and hand a baton on after each turn. It is measured against the shortest latency that
-there is: against no delay line at all, what that takes of the cores is part of it.
+there is: against no delay line at all, what that takes of the cores is part of it. So growth is given once
+more without what the cores of all hosts worked longer in the turn with latency, each contestant's own.
 
 Needs root (network namespaces, `tests/lab`); latencies need the lab's delay line.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -151,18 +153,41 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
     return found
 
 
-def growth(fast: list[dict[str, Any]], slow: list[dict[str, Any]]) -> dict[str, float]:
-    """By what a step takes longer on the second of two networks, by case: of turns that are a pair."""
-    cases = dict.fromkeys(block["case"] for block in slow)
-    return {
-        case: _ratio(*(_by_turn([b for b in blocks if b["case"] == case]) for blocks in (slow, fast)))
-        for case in cases
-    }
+def growth(
+    fast: list[dict[str, Any]], slow: list[dict[str, Any]], *, with_work: bool = True
+) -> dict[str, float]:
+    """By what a step takes longer on the second of two networks, by case: of turns that are a pair.
+
+    Not `with_work`: where the cores worked longer for a step of the second, without that.
+    """
+    found = {}
+    for case in dict.fromkeys(block["case"] for block in slow):
+        before, after = ([b for b in blocks if b["case"] == case] for blocks in (fast, slow))
+        step_s, slow_step_s = _by_turn(before), _by_turn(after)
+        if not with_work:
+            work_s, slow_work_s = _by_turn(before, _work_s), _by_turn(after, _work_s)
+            slow_step_s = {
+                turn: taken_s - max(0.0, slow_work_s[turn] - work_s[turn])
+                for turn, taken_s in slow_step_s.items()
+            }
+        found[case] = _ratio(slow_step_s, step_s)
+    return found
 
 
-def _by_turn(blocks: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
-    """One contestant's step times, by job and round."""
-    return {(block["job"], block["round"]): block["step_s"] for block in blocks}
+def _step_s(block: dict[str, Any]) -> float:
+    return float(block["step_s"])
+
+
+def _work_s(block: dict[str, Any]) -> float:
+    """What the cores did for a step, if none had been idle meanwhile."""
+    return float(block["busy"] * block["step_s"])
+
+
+def _by_turn(
+    blocks: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float] = _step_s
+) -> dict[tuple[int, int], float]:
+    """One contestant's figure, by job and round."""
+    return {(block["job"], block["round"]): figure(block) for block in blocks}
 
 
 def _ratio(ours: dict[tuple[int, int], float], theirs: dict[tuple[int, int], float]) -> float:
@@ -189,8 +214,14 @@ def main(argv: list[str] | None = None) -> int:
         "--block-s",
         type=float,
         default=None,
-        help="length of a turn, at least three steps (default 1.0, quick 0.2); before it a step that is not "
-        "counted finds connections that were idle, but with whom turns are whole periods",
+        help="length of a turn, at least three steps (default 1.0, quick 0.2)",
+    )
+    options.add_argument(
+        "--lead-s",
+        type=float,
+        default=0.0,
+        help="how long each trains before its turn, at least one step, so that it does not find windows of "
+        "connections that were idle (default %(default)s); not those whose turns are whole periods",
     )
     options.add_argument(
         "--keep-windows",
@@ -203,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         block_s=args.block_s or (0.2 if args.quick else 1.0),
         pin=True,
         congestion_control="reno",
+        lead_s=args.lead_s,
         keeps_windows=args.keep_windows,
     )
     report = Report(
@@ -211,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         quick=args.quick,
     )
     report.facts["hosts_keep_tcp_windows"] = turns.keeps_windows
+    report.facts["seconds_before_turns"] = turns.lead_s
     delays_ms = sorted({float(word) for word in args.delays_ms.split(",")})
     if any(delays_ms):
         # A run of an hour should not end where it comes to the first latency.
@@ -236,6 +269,7 @@ def _rows(network: Network, blocks: list[dict[str, Any]], fast: list[dict[str, A
     rows = judge(network.name, cluster, gradients(), medians(blocks), _SAMPLES_PER_STEP)
     if fast:
         rows += judge_latency(growth(fast, blocks), network.name)
+        rows += judge_latency(growth(fast, blocks, with_work=False), network.name, "growth in waiting")
     return rows
 
 

@@ -65,6 +65,8 @@ class Turns:
     """Keep each rank on one CPU."""
     congestion_control: str
     """TCP of the lab's hosts."""
+    lead_s: float = 0.0
+    """How long each trains before its turn begins: one step at least."""
     keeps_windows: bool = False
     """Whether the lab's hosts leave connections that were idle their windows."""
 
@@ -143,6 +145,7 @@ def run_contests(contests: Sequence[Contest], turns: Turns) -> list[list[dict[st
             words = [
                 *("benchmarks.step_worker", "--cases", ",".join(contest.cases), "--model", contest.model),
                 *("--rounds", str(turns.rounds), "--block-s", str(turns.block_s)),
+                *("--lead-s", str(turns.lead_s)),
                 *("--baton", *map(str, pipes)),
             ]
             jobs.append((contest.network, words))

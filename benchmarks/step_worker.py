@@ -113,6 +113,16 @@ class Block:
     """The share of the turn in which this machine's cores did something, whoever asked for it."""
 
 
+@dataclass(frozen=True)
+class Length:
+    """Of a turn, in steps."""
+
+    lead: int
+    """Before those that count: they find connections that were idle while others had their turns, as training
+    does not."""
+    counted: int
+
+
 def build_model(name: str) -> tuple[torch.nn.Module, int]:
     """The model and the width of its input."""
     torch.manual_seed(0)
@@ -352,38 +362,42 @@ def _turn(baton: Baton | None) -> Iterator[None]:
 
 
 def compete(
-    cases: list[str], model_name: str, rounds: int, block_s: float, baton: Baton | None
+    cases: list[str], model_name: str, rounds: int, block_s: float, lead_s: float, baton: Baton | None
 ) -> list[Block]:
-    """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`; `baton` on rank 0."""
+    """Let the contestants take turns for `rounds` rounds of blocks of about `block_s`, each after a step, or
+    about `lead_s`, that does not count; `baton` on rank 0."""
     gloo = dist.new_group(backend="gloo")
     with _turn(baton):
         pass  # All jobs have started: that would be in the way of who measures.
     with _turn(baton):
         trainings = {case: make_training(case, model_name, gloo) for case in cases}
-        steps = {case: _steps_of_turn(case, training, block_s) for case, training in trainings.items()}
+        lengths = {case: _length(case, training, block_s, lead_s) for case, training in trainings.items()}
     blocks = []
     for number in range(rounds):
         for case in rotated(cases, number):
             with _turn(baton):
-                blocks.append(_block(case, number, steps[case], trainings[case]))
+                blocks.append(_block(case, number, lengths[case], trainings[case]))
     with _turn(baton):
         pass  # All jobs are done: so would their ends be.
     return blocks
 
 
-def _steps_of_turn(case: str, training: Training, block_s: float) -> int:
-    """How many steps take about `block_s`, after a warm-up: whole periods, from the first step on."""
+def _length(case: str, training: Training, block_s: float, lead_s: float) -> Length:
+    """How many steps take about `block_s`, after a warm-up: whole periods, from the first step on, and so
+    without a lead where a period is more than a step."""
     timed(training, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
     turn_s = block_s * (_LONGER_ALONE if case == "alone" else 1)
-    wanted = max(_LEAST_STEPS, min(200, math.ceil(turn_s / timed(training, 1))))
-    return math.ceil(wanted / period(case)) * period(case)
+    step_s = timed(training, 1)
+    wanted = max(_LEAST_STEPS, min(200, math.ceil(turn_s / step_s)))
+    lead = max(1, round(lead_s / step_s)) if period(case) == 1 else 0
+    return Length(lead, math.ceil(wanted / period(case)) * period(case))
 
 
-def _block(case: str, number: int, steps: int, training: Training) -> Block:
+def _block(case: str, number: int, length: Length, training: Training) -> Block:
     """One turn."""
-    if period(case) == 1:
-        # Finds connections that were idle while others had their turns, as training does not.
-        timed(training, 1)
+    if length.lead:
+        timed(training, length.lead)
+    steps = length.counted
     dist.barrier()
     rounds = training.rounds or (lambda: 0)
     bytes_before, packets_before = sent()
@@ -417,6 +431,7 @@ def main() -> int:
     options.add_argument("--model", required=True)
     options.add_argument("--rounds", type=int, required=True)
     options.add_argument("--block-s", type=float, required=True)
+    options.add_argument("--lead-s", type=float, required=True)
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--baton", type=Path, nargs=2, required=True, help="this job's pipe, the next one's")
     args = options.parse_args()
@@ -425,7 +440,7 @@ def main() -> int:
     torch.set_num_threads(1)
     baguarun.init_process_group()
     baton = Baton(*args.baton) if dist.get_rank() == 0 else None
-    blocks = compete(args.cases.split(","), args.model, args.rounds, args.block_s, baton)
+    blocks = compete(args.cases.split(","), args.model, args.rounds, args.block_s, args.lead_s, baton)
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps([asdict(block) for block in blocks]))
     dist.barrier()

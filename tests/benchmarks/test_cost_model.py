@@ -353,6 +353,19 @@ def test_growth_is_the_median_of_turns_that_are_a_pair() -> None:
     assert growth(turns(2.0, 2.0, 4.0), turns(2.2, 4.4, 4.4)) == {"bytegrad": pytest.approx(1.1)}
 
 
+@pytest.mark.parametrize(
+    ("worked_s", "grown"),
+    # Of 0.2 s that a step takes longer all is work, half of it, none; who works less does not wait longer.
+    [(0.7, 1.0), (0.6, 1.1), (0.5, 1.2), (0.3, 1.2)],
+)
+def test_growth_of_waiting_is_without_what_the_cores_worked_longer(worked_s: float, grown: float) -> None:
+    def turn(step_s: float, worked_s: float) -> list[dict[str, Any]]:
+        return [{"job": 1, "case": "sparse", "round": 0, "step_s": step_s, "busy": worked_s / step_s}]
+
+    found = growth(turn(1.0, 0.5), turn(1.2, worked_s), with_work=False)
+    assert found == {"sparse": pytest.approx(grown)}
+
+
 def test_a_little_slower_is_allowed_only_where_no_win_is_predicted() -> None:
     late = Measured(case="local_sgd", step_s=4.6, ratio_to_ddp=1.07, sent_bytes=6.3e6, rounds_per_step=1 / 8)
     assert any("our time / DDP's" in what for what in missed(FLAT, late))
