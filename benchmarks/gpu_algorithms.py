@@ -12,6 +12,7 @@
   four, as two nodes of two. Gradients are
   chosen (the loss is the inner product of every parameter with a random tensor), so that kernels of other
   libraries have no part in it. One that refuses is missed: every algorithm is to take its steps there.
+- The same steps of torch's DDP with the codecs as its hooks (`baguarun.comm.hooks`), with two ranks.
 - `--sanitize`: the kernels again under compute-sanitizer's memcheck and racecheck.
 
 Needs a GPU and the extension built with CUDA. `--device cpu` tries the script itself, on Gloo: its figures
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import functools
 import math
 import os
 import shutil
@@ -38,8 +40,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import baguarun
+from baguarun.comm import hooks
 from baguarun.comm.algorithms import (
     ALGORITHMS,
     Algorithm,
@@ -75,6 +79,7 @@ _NOT_REPEATABLE = ("async",)
 _SAME = 1e-6
 # Products of matrices, which libraries sum up in orders of their own.
 _CLOSE = {"power_sgd": 1e-5}
+_HOOKS = ("bytegrad", "onebit", "topk")
 
 
 def seconds(device: str, run: Callable[[], object], repeats: int) -> float:
@@ -258,13 +263,30 @@ def weights_after_steps(algorithm: Algorithm, device: str) -> list[torch.Tensor]
         )
     except UsageError as error:
         return str(error)
+    _train(model, optimizer, device)
+    model.algorithm_state_dict()  # waits for what is under way
+    return _weights(module)
+
+
+def weights_after_steps_of_ddp(hook: str, device: str) -> list[torch.Tensor]:
+    """Likewise of torch's DDP with a hook of ours."""
+    module = _Chosen().to(device)
+    model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+    model.register_comm_hook(hooks.CodecState(), getattr(hooks, hook))
+    _train(model, torch.optim.SGD(module.parameters(), lr=0.125), device)
+    return _weights(module)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
     generator = torch.Generator().manual_seed(17 + dist.get_rank())
     for _ in range(STEPS):
         gradients = [_exact(torch.randn(shape, generator=generator)).to(device) for shape in SHAPES]
         optimizer.zero_grad()
         model(gradients).backward()
         optimizer.step()
-    model.algorithm_state_dict()  # waits for what is under way
+
+
+def _weights(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().cpu().clone() for parameter in module.parameters()]
 
 
@@ -292,12 +314,20 @@ def work(device: str, folder: Path) -> None:
         runs = _runs_by_rail()
     else:
         runs = _runs() if dist.get_world_size() == 2 else _runs_on_rings()
+    trainings: dict[str, Callable[[], Any]] = {
+        name: functools.partial(weights_after_steps, algorithm, device) for name, algorithm in runs.items()
+    }
+    if len(trainings) == len(_runs()):
+        trainings |= {
+            f"hook {hook} of torch's DDP": functools.partial(weights_after_steps_of_ddp, hook, device)
+            for hook in _HOOKS
+        }
     found = {}
-    for name, algorithm in runs.items():
+    for name, train in trainings.items():
         started = time.perf_counter()
         # One that waits for ever says where.
         faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
-        found[name] = weights_after_steps(algorithm, device)
+        found[name] = train()
         if dist.get_rank() == 0:
             seconds_taken = time.perf_counter() - started
             print(

@@ -3,7 +3,8 @@
 A case is `ddp`, `ddp_fp16`, `ddp_powersgd` or `ddp_powersgd_run`, on Gloo, or, with `@baguanet` behind the
 name, on baguarun's transport; `alone`, which communicates nothing; or one of baguarun's algorithms, by name
 or as in `VARIANTS`: on its own transport, or, with `@gloo` behind the name, on Gloo; with `+rail` or `+flat`
-before that, by rail between nodes or not, whatever its default. Started by `benchmarks/step.py` with
+before that, by rail between nodes or not, whatever its default; or `hook_bytegrad`, `hook_onebit` or
+`hook_topk`, torch's DDP with that hook of `baguarun.comm.hooks`. Started by `benchmarks/step.py` with
 torchrun's variables; rank 0 writes the blocks as JSON to `--out`. Jobs on other networks may be at work on
 the same machine: each waits for the baton before it does what takes time.
 """
@@ -31,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import baguarun
+from baguarun.comm import hooks
 from baguarun.comm.algorithms import (
     ALGORITHMS,
     Algorithm,
@@ -168,6 +170,12 @@ def wrap(case: str, model: torch.nn.Module, gloo: dist.ProcessGroup) -> Contesta
     if case == "alone":
         return Contestant(model, optimizer)
     name, _, transport = case.partition("@")
+    if name.startswith("hook_"):
+        group = gloo if transport == "gloo" else None
+        wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        hook = getattr(hooks, name.removeprefix("hook_"))
+        wrapped.register_comm_hook(hooks.CodecState(process_group=group), hook)
+        return Contestant(wrapped, optimizer)
     base = name.partition("+")[0]
     algorithm: Any = VARIANTS.get(base) or resolve(base)
     if "+" in name:

@@ -1,16 +1,22 @@
-"""The codecs as communication hooks for torch's own DistributedDataParallel, on CPU process groups.
+"""The codecs as communication hooks for torch's own DistributedDataParallel.
 
     model = torch.nn.parallel.DistributedDataParallel(net)
     model.register_comm_hook(hooks.CodecState(), hooks.onebit)
 
 Each bucket goes through one scatter-reduce-gather: rank r gets share r of every rank's bucket, encoded; sums
 these in fp32, in rank order; and sends the average, encoded, to all. Every rank decodes all shares from what
-was sent, its own too, so that replicas stay bit-equal. A hook returns when its bucket is done: DDP computes
-nothing meanwhile. `baguarun`'s own DistributedDataParallel does.
+was sent, its own too, so that replicas stay bit-equal.
+
+Buckets are a pipeline: while backward computes the next one, the shares of this one are on their way, and the
+averages of the one before. Every rank calls for collectives in one order, from DDP's thread: for a bucket's
+scatter at its own turn, for its gather at the next one's; of those that callbacks start, several buckets'
+would cross. The last bucket's turn ends them all. On CUDA all of it is enqueued on a stream of its own, and
+no host waits.
 """
 
 # DDP compares the annotations of a hook with classes: they must not be strings, as with
 # `from __future__ import annotations`.
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +33,7 @@ _BLOCK_ELEMENTS = 2048
 """Of the codecs. Shares are whole blocks, but for the end of the bucket."""
 _MOST_KEPT = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(kw_only=True)
@@ -52,6 +59,10 @@ class CodecState:
     residuals: dict[int, Residuals] = field(default_factory=dict, repr=False)
     """Error feedback of each bucket, by its index. DDP builds other buckets after the first step, whose
     feedback begins at zero. Each rank has its own."""
+    under_way: list["_Exchange"] = field(default_factory=list, init=False, repr=False)
+    """The buckets of this backward that are not done, oldest first."""
+    stream: torch.cuda.Stream | None = field(default=None, init=False, repr=False)
+    """Of a model on CUDA: what all exchanges are enqueued on."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.keep <= _MOST_KEPT:
@@ -59,37 +70,71 @@ class CodecState:
 
 
 class _Exchange:
-    """The scatter-reduce-gather of one bucket."""
+    """The scatter-reduce-gather of one bucket: `scatter`, `gather` and `finish`, in this order.
 
-    def __init__(self, num_elements: int, state: CodecState, wire: str) -> None:
+    What a collective under way reads or writes is kept until it has been waited for.
+    """
+
+    def __init__(self, values: torch.Tensor, state: CodecState, wire: str) -> None:
+        self._values = values
         self._codec = load_extension()
         self._wire = self._codec.Wire.__members__[wire]
         self._keep = state.keep
         self._group = state.process_group or dist.group.WORLD
         self._world_size = dist.get_world_size(self._group)
         self._rank = dist.get_rank(self._group)
-        blocks = -(-num_elements // _BLOCK_ELEMENTS)
+        self._residuals: Residuals | None = None
+        self._work: dist.Work | None = None
+        self._sent = self._received = torch.empty(0)
+        blocks = -(-values.numel() // _BLOCK_ELEMENTS)
         self._stride = -(-blocks // self._world_size) * _BLOCK_ELEMENTS
-        self.own_elements = len(range(num_elements)[self._share(self._rank)])
+        self.own_elements = len(range(values.numel())[self._share(self._rank)])
+        devices: list[int | str | torch.device] = [] if values.is_cpu else [values.device]
+        self.average: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        """The bucket, overwritten with the average over the ranks."""
 
-    def average(self, values: torch.Tensor, residuals: Residuals | None) -> None:
-        """Overwrite `values` with their average over the ranks."""
+    def scatter(self, residuals: Residuals | None) -> None:
+        """Send chunk r to rank r."""
+        self._residuals = residuals
         chunks = [
-            self._encode(values[share], None if residuals is None else residuals.sent[share])
+            self._encode(self._values[share], None if residuals is None else residuals.sent[share])
             for share in self._shares()
         ]
+        own_bytes = chunks[self._rank].numel()
+        self._sent, self._received = torch.cat(chunks), self._room_for(own_bytes)
+        self._work = dist.all_to_all_single(
+            self._received,
+            self._sent,
+            output_split_sizes=[own_bytes] * self._world_size,
+            input_split_sizes=[chunk.numel() for chunk in chunks],
+            group=self._group,
+            async_op=True,
+        )
+
+    def gather(self) -> None:
+        """Average the chunks for this rank, in rank order, and send that to all."""
         own = self._codec.reduce_decode(
-            self._scatter(chunks),
+            self._arrived(),
             self._wire,
             1.0 / self._world_size,
             self.own_elements,
             torch.float32,
             keep=self._keep,
         )
-        gathered = self._gather(self._encode(own, None if residuals is None else residuals.reduced))
-        for share, chunk in zip(self._shares(), gathered, strict=True):
-            part = values[share]
-            part.copy_(self._codec.decode(chunk, self._wire, part.numel(), values.dtype, keep=self._keep))
+        chunk = self._encode(own, None if self._residuals is None else self._residuals.reduced)
+        # All send as much as the longest.
+        most_bytes = self._codec.encoded_bytes(self._wire, self._stride, keep=self._keep)
+        self._sent = torch.nn.functional.pad(chunk, (0, most_bytes - chunk.numel()))
+        self._received = self._room_for(most_bytes)
+        self._work = dist.all_gather_into_tensor(self._received, self._sent, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Decode all shares."""
+        for share, chunk in zip(self._shares(), self._arrived(), strict=True):
+            part = self._values[share]
+            decoded = self._codec.decode(chunk, self._wire, part.numel(), part.dtype, keep=self._keep)
+            part.copy_(decoded)
+        self.average.set_result(self._values)
 
     def _share(self, rank: int) -> slice:
         return slice(rank * self._stride, (rank + 1) * self._stride)
@@ -105,33 +150,22 @@ class _Exchange:
         assert isinstance(chunk, torch.Tensor)
         return chunk
 
-    def _scatter(self, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send chunk r to rank r; the chunks for this rank, in rank order."""
-        own_bytes = chunks[self._rank].numel()
-        received = torch.empty(self._world_size * own_bytes, dtype=torch.uint8)
-        dist.all_to_all_single(
-            received,
-            torch.cat(chunks),
-            output_split_sizes=[own_bytes] * self._world_size,
-            input_split_sizes=[chunk.numel() for chunk in chunks],
-            group=self._group,
-        )
-        return list(received.view(self._world_size, own_bytes))
+    def _room_for(self, chunk_bytes: int) -> torch.Tensor:
+        """For a chunk from every rank."""
+        return torch.empty(self._world_size * chunk_bytes, dtype=torch.uint8, device=self._values.device)
 
-    def _gather(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's chunk, in rank order, filled up to the size of the longest."""
-        most_bytes = self._codec.encoded_bytes(self._wire, self._stride, keep=self._keep)
-        filled = torch.nn.functional.pad(chunk, (0, most_bytes - chunk.numel()))
-        gathered = torch.empty(self._world_size * most_bytes, dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered, filled, group=self._group)
-        return list(gathered.view(self._world_size, most_bytes))
+    def _arrived(self) -> list[torch.Tensor]:
+        """Every rank's chunk, in rank order, once they are there; on CUDA the stream waits for them."""
+        assert self._work is not None
+        self._work.wait()
+        return list(self._received.view(self._world_size, -1))
 
 
 def bytegrad(state: CodecState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """8 bits per number (Bagua, arXiv 2107.01499), without error feedback.
 
-    Like the other hooks: raises `UsageError` for gradients that are not float32, float16 or bfloat16 on the
-    CPU. NaN and Inf come out as NaN in their block of 2048.
+    Like the other hooks: raises `UsageError` for gradients that are not float32, float16 or bfloat16, on the
+    CPU or CUDA. NaN and Inf come out as NaN in their block of 2048.
     """
     return _averaged(state, bucket, "MINMAX8", feedback=False)
 
@@ -153,25 +187,49 @@ def _averaged(
     state: CodecState, bucket: GradBucket, wire: str, feedback: bool
 ) -> torch.futures.Future[torch.Tensor]:
     values = bucket.buffer()
-    if values.device.type != "cpu" or values.dtype not in _DTYPES:
+    if values.device.type not in _DEVICES or values.dtype not in _DTYPES:
         raise UsageError(
-            f"hooks: a bucket of {values.dtype} on {values.device}; want float32, float16 or bfloat16 on cpu"
+            f"hooks: a bucket of {values.dtype} on {values.device}; want float32, float16 or bfloat16 on "
+            f"{' or '.join(_DEVICES)}"
         )
-    exchange = _Exchange(values.numel(), state, wire)
-    exchange.average(values, _residuals(state, bucket, exchange) if feedback else None)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(values)
-    return done
+    exchange = _Exchange(values, state, wire)
+    # What is left at the first bucket is of a backward that failed.
+    under_way = [*(state.under_way if bucket.index() > 0 else []), exchange]
+    with _aside(state, values.device):
+        exchange.scatter(_residuals(state, bucket, exchange) if feedback else None)
+        for before in under_way[-2:-1]:
+            before.gather()
+        for before in under_way[-3:-2]:
+            before.finish()
+        under_way = under_way[-2:]
+        if bucket.is_last():
+            exchange.gather()
+            for each in under_way:
+                each.finish()
+            under_way = []
+    state.under_way = under_way
+    return exchange.average
+
+
+def _aside(state: CodecState, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On CUDA the stream of the exchanges, behind what the current one does before its bucket is full."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    if state.stream is None:
+        state.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    state.stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(state.stream)
 
 
 def _residuals(state: CodecState, bucket: GradBucket, exchange: _Exchange) -> Residuals:
+    values = bucket.buffer()
     parameters = tuple(id(parameter) for parameter in bucket.parameters())
     found = state.residuals.get(bucket.index())
     if found is None or found.parameters != parameters:
         found = Residuals(
             parameters=parameters,
-            sent=torch.zeros(bucket.buffer().numel()),
-            reduced=torch.zeros(exchange.own_elements),
+            sent=torch.zeros(values.numel(), device=values.device),
+            reduced=torch.zeros(exchange.own_elements, device=values.device),
         )
         state.residuals[bucket.index()] = found
     return found

@@ -45,9 +45,10 @@ def trains(name: str) -> None:
     assert bool(state.residuals) == (name != "bytegrad")
 
 
+@pytest.mark.parametrize("backend", ["gloo", "baguanet"])
 @pytest.mark.parametrize("name", HOOKS)
-def test_replicas_stay_bit_equal_and_the_loss_falls(name: str) -> None:
-    run_ranks(trains, 2, name, backend="gloo")
+def test_replicas_stay_bit_equal_and_the_loss_falls(name: str, backend: str) -> None:
+    run_ranks(trains, 2, name, backend=backend)
 
 
 class Followed:
@@ -58,6 +59,7 @@ class Followed:
         self.state = hooks.CodecState(keep=KEEP)
         self.step = 0
         self.checked = 0
+        self._expected: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._plain: dict[tuple[int, ...], PlainExchange] = {}
 
     # Without annotations: DDP compares them with classes.
@@ -80,15 +82,22 @@ class Followed:
         )
         expected = plain.average({"all": everyone}, [["all"]])["all"].to(values.dtype)
         future = getattr(hooks, self.name)(self.state, bucket)
-        found = future.value()
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-        assert bool(found.isfinite().all()) == (self.overflow is None or self.step != STEPS // 2)
-        if self.name == "bytegrad" and self.overflow is None:
-            mean = torch.stack(everyone).float().mean(0)
-            # Half a step of a grid of 255, for each of the two roundings.
-            assert (found.float() - mean).abs().max() <= 1.1 * 2 * torch.stack(everyone).abs().max() / 255
-        self.checked += 1
+        # Others are on their way while backward goes on.
+        assert future.done() == bucket.is_last()
+        self._expected.append((future, expected, torch.stack(everyone).float()))
         return future
+
+    def check(self) -> None:
+        """All buckets of this step."""
+        for future, expected, everyone in self._expected:
+            found = future.value()
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            assert bool(found.isfinite().all()) == (self.overflow is None or self.step != STEPS // 2)
+            if self.name == "bytegrad" and self.overflow is None:
+                # Half a step of a grid of 255, for each of the two roundings.
+                assert (found.float() - everyone.mean(0)).abs().max() <= 1.1 * 2 * everyone.abs().max() / 255
+            self.checked += 1
+        self._expected.clear()
 
 
 def follows_the_plain_exchange(name: str, dtype: torch.dtype, overflow: float | None) -> None:
@@ -101,6 +110,7 @@ def follows_the_plain_exchange(name: str, dtype: torch.dtype, overflow: float | 
         model.zero_grad()
         x = torch.randn(8, 24, generator=data).to(dtype)
         (model(x) - x.roll(1, dims=1)).float().square().mean().backward()
+        followed.check()
     assert followed.checked > STEPS
     for residuals in followed.state.residuals.values():
         assert residuals.sent.isfinite().all() and residuals.reduced.isfinite().all()
@@ -151,10 +161,57 @@ def test_what_top_k_leaves_out_comes_later(world_size: int) -> None:
     run_ranks(gives_the_average, world_size, world_size)
 
 
+class Breaks(torch.autograd.Function):
+    """An identity whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("on purpose")
+
+
+class Net(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.breaks = nn.Linear(24, 150), nn.Linear(150, 24), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(Breaks.apply(x) if self.breaks else x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def begins_anew_after_a_backward_that_failed() -> None:
+    state = hooks.CodecState()
+    x = torch.full((4, 24), float(dist.get_rank()))
+    # Whose buckets are small from the first step on.
+    broken, whole = (
+        DistributedDataParallel(Net(breaks), bucket_cap_mb=0.01, find_unused_parameters=True)
+        for breaks in (True, False)
+    )
+    for model in (broken, whole):
+        model.register_comm_hook(state, hooks.bytegrad)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        broken(x).sum().backward()
+    (left,) = state.under_way
+    whole(x).sum().backward()
+    assert not state.under_way
+    assert not left.average.done()
+    assert_same_on_all_ranks([p.grad for p in whole.parameters()])
+
+
+def test_a_backward_that_failed_leaves_nothing_to_the_next_one() -> None:
+    run_ranks(begins_anew_after_a_backward_that_failed, 2, backend="gloo")
+
+
 def refuses_float64() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2).double())
     model.register_comm_hook(hooks.CodecState(), hooks.bytegrad)
-    with pytest.raises(UsageError, match=r"torch\.float64 on cpu; want float32"):
+    with pytest.raises(
+        UsageError, match=r"torch\.float64 on cpu; want float32, float16 or bfloat16 on cpu or cuda"
+    ):
         model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
 
 
