@@ -82,12 +82,13 @@ class FlatWeights:
         self.buffers.append(buffer)
 
 
-def pieces_of(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views that are worth a message each: one is worked on while the next ones are on their way."""
+def pieces_of(buffers: Sequence[torch.Tensor], most: int = _MOST_PIECES) -> list[torch.Tensor]:
+    """Views that are worth a message each, `most` of a buffer: one is worked on while the next ones are on
+    their way."""
     return [
         piece
         for buffer in buffers
-        for piece in buffer.tensor_split(min(max(buffer.nbytes // _LEAST_PIECE_BYTES, 1), _MOST_PIECES))
+        for piece in buffer.tensor_split(min(max(buffer.nbytes // _LEAST_PIECE_BYTES, 1), most))
     ]
 
 

@@ -21,8 +21,13 @@ from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.legacy import source_of
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rail_groups import RailGroups
-from baguarun.comm.weights import FlatWeights
+from baguarun.comm.weights import FlatWeights, pieces_of
 from baguarun.errors import ArgumentError, CommunicationError
+
+_GLOO = "gloo"
+_GLOO_AT_ONCE = 2
+"""Collectives of one group that Gloo runs at a time: while one waits for a message, another sends. Weights of
+34 MB around a ring of four at 1 Gbit/s and 5 ms: 513 ms in two parts, 800 in one, 575 in four."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +190,9 @@ class PendingReduction:
             sum(tensor.nbytes for tensor in self._tensors),
         )
         kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
+        parts = pieces_of(self._tensors, _GLOO_AT_ONCE if dist.get_backend(group) == _GLOO else 1)
         self._works: list[dist.Work] = call(
-            lambda: [dist.all_reduce(tensor, kind, group=group, async_op=True) for tensor in self._tensors]
+            lambda: [dist.all_reduce(part, kind, group=group, async_op=True) for part in parts]
         )
 
     def is_done(self) -> bool:
