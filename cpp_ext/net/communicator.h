@@ -69,7 +69,7 @@ class Communicator {
 
   // An all-reduce that this rank calls after the one that it is in; its data are as they will be then.
   struct NextAllReduce {
-    const void* data;
+    void* data;
     size_t count;
     Dtype dtype;
     ReduceOp op;
@@ -106,8 +106,9 @@ class Communicator {
   void barrier(Clock::time_point deadline);
 
   // For who queues calls: `find` is asked by allReduce() while that waits for others with all of its own data
-  // sent. What it has found is the next call. Between hosts of one rank its first data set out meanwhile, so
-  // that lines do not run empty from call to call. Threads: before the first call.
+  // sent. What it has found is the next call, whose data belong to the communicator from then on: between
+  // hosts the first of them set out meanwhile, so that lines do not run empty from call to call; where hosts
+  // have several ranks, when all of those know it. Threads: before the first call.
   void lookAheadBy(std::function<std::optional<NextAllReduce>()> find);
 
   // Messages. `data` must stay until isDone(). A message whose size is not `bytes` breaks the communicator

@@ -225,7 +225,7 @@ bool Communicator::Implementation::waitBesides(int place) {
     return hasMessages;
   }
   met_.control->keepWaiting(neighbours()[static_cast<size_t>(place)]);
-  return hasMessages || met_.control->isAsking();
+  return hasMessages || met_.control->isAsking() || met_.mesh->hasPending(Mesh::Use::kCollectives);
 }
 
 // While a collective over links waits.
@@ -254,12 +254,8 @@ std::byte* Communicator::Implementation::scratch(size_t bytes) {
   return scratch_.data();
 }
 
-// Only where it goes straight over links: else ranks of this host share it out first.
 std::optional<WireContext::Ahead> Communicator::Implementation::nextAllReduce() {
-  if (!findNext_ || met_.shm != nullptr) {
-    return std::nullopt;
-  }
-  const auto next = findNext_();
+  const auto next = findNext_ ? findNext_() : std::nullopt;
   if (!next) {
     return std::nullopt;
   }
@@ -268,7 +264,7 @@ std::optional<WireContext::Ahead> Communicator::Implementation::nextAllReduce() 
                   .kind = CallKind::kAllReduce,
                   .dtype = next->dtype,
                   .op = next->op};
-  return Ahead{.trail = ownTrail(numCalls_).followedBy(call), .data = next->data};
+  return Ahead{.trail = ownTrail(numCalls_).followedBy(call), .data = next->data, .count = next->count};
 }
 
 Carrier* Communicator::Implementation::carrierTo(int rank) {

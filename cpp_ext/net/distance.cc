@@ -54,6 +54,11 @@ bool Distance::isFar(size_t bytes) const noexcept {
   return gainedS * kRateUnit * static_cast<double>(agreed_.leastRate) > kLeastGain * kLostOnTheWire * sent;
 }
 
+uint64_t Distance::bytesInTrip() const noexcept {
+  const double tripS = kTripUnitS * static_cast<double>(agreed_.longestTrip);
+  return static_cast<uint64_t>(tripS * kRateUnit * static_cast<double>(agreed_.leastRate));
+}
+
 void Distance::measure(const Way& toNext) noexcept {
   bytesPerSecond_ = std::max(static_cast<double>(toNext.bytesPerSecond), kKept * bytesPerSecond_);
   const std::chrono::duration<double> trip = toNext.shortestTrip;

@@ -25,6 +25,10 @@ class Distance {
   // Whether the next all-reduce of `bytes` goes directly: the same on all members.
   bool isFar(size_t bytes) const noexcept;
 
+  // What the slowest link moves in the time of the longest trip, as agreed upon: the same on all members
+  // between two calls.
+  uint64_t bytesInTrip() const noexcept;
+
   // Whether the next call's header says what is measured then, else what was heard.
   bool measures() const noexcept { return numHeard_ == 0; }
   // `toNext`: trip and speed of the link to the next member. For calls that measure, before they say

@@ -14,8 +14,8 @@ using shm::copyBytes;
 
 namespace {
 
-// Below, one rank of each host speaks for all: fewer messages.
-constexpr size_t kRailBytes = 64 << 10;
+// 16-bit floats up to there are summed up as fp32.
+constexpr size_t kWidenedBytes = 64 << 10;
 
 std::vector<int> everybody(const HostMap& map) {
   std::vector<int> ranks(map.hostOf.size());
@@ -49,7 +49,11 @@ Levels::Levels(const HostMap& map, int rank, ShmGroup* local, WireContext& conte
       context_(context),
       flat_(context, everybody(map), static_cast<size_t>(rank)),
       rail_(context, atPlace(map, static_cast<size_t>(place_)), host_),
-      leaders_(context, atPlace(map, 0), host_) {}
+      leaders_(context, atPlace(map, 0), host_) {
+  if (local_ != nullptr && map_.isEven()) {
+    overRails_.emplace(context_, *local_, rail_);
+  }
+}
 
 std::byte* Levels::stage(size_t bytes) {
   if (stage_.size() < bytes) {
@@ -67,27 +71,20 @@ WireGroup Levels::speakers(int root) {
 
 void Levels::allReduce(const Call& call, void* data, size_t count, Dtype dtype, ReduceOp op) {
   const size_t bytes = count * elementBytes(dtype);
-  if (isHalf(dtype) && bytes <= kRailBytes) {
+  if (isHalf(dtype) && bytes <= kWidenedBytes) {
     std::vector<float> wide(count);
     widen(dtype, data, wide.data(), count);
     reduceByLeaders(call, bytesOf(wide.data()), count, Dtype::kFloat32, op);
     narrow(dtype, wide.data(), data, count);
     return;
   }
-  if (local_ == nullptr || !map_.isEven() || bytes <= kRailBytes) {
+  if (!overRails_ || !RailAllReduce::isFor(call)) {
     reduceByLeaders(call, bytesOf(data), count, dtype, op);
     return;
   }
-  const auto numLocal = static_cast<size_t>(local_->size());
-  const size_t share = count / numLocal;
-  const size_t shareBytes = share * elementBytes(dtype);
-  std::byte* const own = bytesOf(data) + static_cast<size_t>(place_) * shareBytes;
-  local_->reduceScatter(data, own, share, dtype, op);
-  rail_.allReduce(call, own, share,
-                  {.dtype = dtype, .op = withoutAverage(op), .divisor = divisorOf(op, rail_.size())});
-  local_->allGather(own, data, shareBytes);
-  if (const size_t rest = count - share * numLocal; rest > 0) {
-    reduceByLeaders(call, bytesOf(data) + numLocal * shareBytes, rest, dtype, op);
+  overRails_->run(context_.ownTrail(call.sequence), data);
+  if (const size_t left = RailAllReduce::numLeft(call, local_->size()); left > 0) {
+    reduceByLeaders(call, bytesOf(data) + (count - left) * elementBytes(dtype), left, dtype, op);
   }
 }
 
@@ -98,7 +95,8 @@ void Levels::reduceByLeaders(const Call& call, std::byte* data, size_t count, Dt
     local_->reduce(data, count, dtype, reduction.op, 0);
   }
   if (isLeader()) {
-    leaders_.allReduce(call, data, count, reduction);
+    const auto findNext = [this] { return local_ == nullptr ? context_.nextAllReduce() : std::nullopt; };
+    leaders_.allReduce(context_.ownTrail(call.sequence), data, count, reduction, findNext);
   }
   if (local_ != nullptr) {
     local_->broadcast(data, count * elementBytes(dtype), 0);
@@ -107,7 +105,7 @@ void Levels::reduceByLeaders(const Call& call, std::byte* data, size_t count, Dt
 
 void Levels::reduce(const Call& call, void* data, size_t count, Dtype dtype, ReduceOp op, int root) {
   const size_t bytes = count * elementBytes(dtype);
-  if (isHalf(dtype) && bytes <= kRailBytes) {
+  if (isHalf(dtype) && bytes <= kWidenedBytes) {
     std::vector<float> wide(count);
     widen(dtype, data, wide.data(), count);
     reduce(call, wide.data(), count, Dtype::kFloat32, op, root);
@@ -138,7 +136,7 @@ void Levels::reduceScatter(const Call& call, const void* in, void* out, size_t c
                            ReduceOp op) {
   const size_t bytes = count * elementBytes(dtype);
   const size_t numRanks = map_.hostOf.size();
-  if (isHalf(dtype) && bytes * numRanks <= kRailBytes) {
+  if (isHalf(dtype) && bytes * numRanks <= kWidenedBytes) {
     std::vector<float> wide(count * numRanks);
     std::vector<float> result(count);
     widen(dtype, in, wide.data(), wide.size());

@@ -4,10 +4,11 @@
 // or gather their share among each other, all at once. Else one rank of each host speaks for all.
 #pragma once
 
-#include <span>
+#include <optional>
 #include <vector>
 
 #include "net/host_map.h"
+#include "net/rail_all_reduce.h"
 #include "net/shm_group.h"
 #include "net/wire_group.h"
 
@@ -48,6 +49,7 @@ class Levels {
   WireGroup flat_;
   WireGroup rail_;     // where the hosts are even
   WireGroup leaders_;  // where this is one
+  std::optional<RailAllReduce> overRails_;
   std::vector<std::byte> stage_;
 };
 

@@ -107,6 +107,15 @@ size_t Mesh::indexOf(Use use, int rank) const noexcept {
 
 Link* Mesh::find(Use use, int rank) const noexcept { return slots_[indexOf(use, rank)].link.get(); }
 
+bool Mesh::hasPending(Use use) const noexcept {
+  for (size_t index = static_cast<size_t>(use); index < slots_.size(); index += kUses) {
+    if (slots_[index].link != nullptr && slots_[index].link->hasPending()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 const std::optional<Error>& Mesh::end(Use use, int rank) const noexcept {
   return slots_[indexOf(use, rank)].end;
 }

@@ -46,6 +46,8 @@ class Mesh {
   // Moves what can be moved now. False: nothing. Throws the Error of a link for collectives, or of one that
   // could not be made.
   bool progress();
+  // Whether something that was posted on a link of that use is under way.
+  bool hasPending(Use use) const noexcept;
   // Readable when progress() may find something to do; call it at least every second.
   int pollFd() const noexcept { return epoll_.fd(); }
 

@@ -69,7 +69,7 @@ class WireGroup::Direct {
 
   // Queues contributions, as far as others have kept up.
   void contribute();
-  void run();
+  void run(const FindNext& findNext);
 
  private:
   static constexpr size_t kPacedBytes = 64 << 10;

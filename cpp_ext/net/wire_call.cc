@@ -158,6 +158,12 @@ void WireCall::checkHeader(size_t member, Peer& peer) {
   peer.isKnown = true;
 }
 
+bool WireCall::isAllPosted() const noexcept {
+  return std::ranges::all_of(peers_, [](const Peer& peer) {
+    return peer.postedSends == peer.sends.size() && peer.postedReceives == peer.receives.size();
+  });
+}
+
 void WireCall::pass(size_t from) {
   if (!advance()) {
     context_.await(members_[from]);

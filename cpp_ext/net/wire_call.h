@@ -19,10 +19,11 @@ namespace baguarun::net {
 // What a collective needs of its communicator.
 class WireContext {
  public:
-  // An all-reduce that is called next.
+  // An all-reduce that follows the present one, or a part of it.
   struct Ahead {
     CallTrail trail;
-    const void* data;
+    void* data;
+    size_t count;  // elements
   };
 
   virtual ~WireContext() = default;
@@ -35,7 +36,7 @@ class WireContext {
   virtual CallTrail ownTrail(uint64_t sequence) const = 0;
   // Memory that stays for the next call, at least `bytes`.
   virtual std::byte* scratch(size_t bytes) = 0;
-  // Nothing where that is not known.
+  // What this rank calls next, where that is known and an all-reduce.
   virtual std::optional<Ahead> nextAllReduce() = 0;
 };
 
@@ -68,6 +69,8 @@ class WireCall {
 
   // Whether all that was queued for it is posted: what another call posts after that comes behind.
   bool isPosted(size_t to) const noexcept { return peers_[to].postedSends == peers_[to].sends.size(); }
+  // Whether all that was queued is posted: it comes and goes though nobody calls advance().
+  bool isAllPosted() const noexcept;
 
   // Return when that many have, when the header has come (its note), when all that was queued is done.
   void waitSent(size_t to, size_t count);

@@ -1,4 +1,6 @@
 // All-reduces that go directly to who sums up.
+#include <algorithm>
+
 #include "net/scale.h"
 #include "net/wire_all_reduce.h"
 
@@ -91,12 +93,8 @@ void WireGroup::Direct::answer() {
 }
 
 bool WireGroup::Direct::hasAnswered() const {
-  for (size_t step = 1; step < group_.size(); ++step) {
-    if (answered_[step] < segments_.perBlock || !begun_.call.isPosted(target(step))) {
-      return false;
-    }
-  }
-  return true;
+  const auto isWhole = [this](size_t numSegments) { return numSegments == segments_.perBlock; };
+  return std::ranges::all_of(answered_.begin() + 1, answered_.end(), isWhole) && begun_.call.isAllPosted();
 }
 
 size_t WireGroup::Direct::awaited() const {
@@ -115,7 +113,7 @@ size_t WireGroup::Direct::awaited() const {
   return group_.place_;
 }
 
-void WireGroup::Direct::run() {
+void WireGroup::Direct::run(const FindNext& findNext) {
   scratch_ = group_.context_.scratch((segments_.perBlock + kAtOnce * kWindow) * segments_.bytes);
   for (;;) {
     makeRoom();
@@ -123,7 +121,7 @@ void WireGroup::Direct::run() {
     answer();
     const bool moved = begun_.call.advance();
     if (hasAnswered()) {
-      group_.beginNext(begun_);
+      group_.beginNext(begun_, findNext);
     }
     // What came may be what others' turn waited for.
     if (add() || moved) {
@@ -136,7 +134,7 @@ void WireGroup::Direct::run() {
     begun_.call.pass(from);
   }
   begun_.call.finish();
-  group_.hear(begun_);
+  group_.beginNext(begun_, findNext);
 }
 
 }  // namespace baguarun::net

@@ -13,7 +13,9 @@
 // gives small ones as fp32.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -43,8 +45,16 @@ class WireGroup {
   size_t size() const noexcept { return members_.size(); }
   size_t place() const noexcept { return place_; }
   const std::vector<int>& members() const noexcept { return members_; }
+  // Of the slowest link, as the all-reduces so far have found: the same on all members between two of them.
+  uint64_t bytesInTrip() const noexcept { return distance_.bytesInTrip(); }
 
-  void allReduce(const Call& call, void* data, size_t count, Reduction reduction);
+  // What comes after an all-reduce: data of the same type of element or another, as its trail says.
+  using FindNext = std::function<std::optional<WireContext::Ahead>()>;
+
+  // `findNext` is called at least once, when nobody needs this rank's thread for the present one any more,
+  // and may wait for ranks of the same host there. What it has found must be reduced next.
+  void allReduce(const CallTrail& trail, void* data, size_t count, Reduction reduction,
+                 const FindNext& findNext);
   void reduce(const Call& call, void* data, size_t count, Reduction reduction, size_t root);
   // `in`, one block of `count` elements per member, is overwritten with partial results.
   void reduceScatter(const Call& call, void* in, void* out, size_t count, Reduction reduction);
@@ -73,10 +83,10 @@ class WireGroup {
 
   Ring ringOf(void* data, size_t count, Reduction reduction) const;
   std::unique_ptr<Begun> begin(const WireContext::Ahead& ahead, const Ring& ring);
-  void ring(WireCall& call, const Ring& ring, Begun* begun = nullptr);
+  void ring(WireCall& call, const Ring& ring, Begun* begun = nullptr, const FindNext* findNext = nullptr);
   Way measuredWay() const;
   void hear(Begun& begun);
-  void beginNext(Begun& present);
+  void beginNext(Begun& present, const FindNext& findNext);
   void doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction);
   void combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
                bool otherFirst);

@@ -30,7 +30,7 @@ WireGroup::~WireGroup() = default;
 // In step s, a rank sends the block that it has finished in step s - 1 and receives the one before it in the
 // ring; in the first `reduceSteps` what comes is added to the own block. Segment j of the row of all segments
 // can be sent when segment j - perBlock of the row has come.
-void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun) {
+void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun, const FindNext* findNext) {
   const size_t members = call.size();
   const size_t next = (place_ + 1) % members;
   const size_t previous = (place_ + members - 1) % members;
@@ -53,8 +53,8 @@ void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun) {
       call.receive(previous, posted < reduced ? slot : segment.data(), segment.size());
     }
     call.advance();
-    if (begun != nullptr && sent == total && call.isPosted(next)) {
-      beginNext(*begun);
+    if (begun != nullptr && sent == total && posted == total && call.isAllPosted()) {
+      beginNext(*begun, *findNext);
     }
     if (done < total && call.numReceived(previous) == done) {
       call.pass(previous);
@@ -73,7 +73,7 @@ void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun) {
   }
   call.finish();
   if (begun != nullptr) {
-    hear(*begun);
+    beginNext(*begun, *findNext);
   }
 }
 
@@ -125,16 +125,16 @@ void WireGroup::hear(Begun& begun) {
   }
 }
 
-// While others are waited for, all that is sent in `present` being on its way.
-void WireGroup::beginNext(Begun& present) {
+// While others are waited for, all that is sent in `present` being on its way, and room for what comes there.
+void WireGroup::beginNext(Begun& present, const FindNext& findNext) {
+  hear(present);
   if (begun_ == nullptr) {
-    const auto ahead = context_.nextAllReduce();
-    if (!ahead || ahead->trail.call.count * elementBytes(ahead->trail.call.dtype) <= kSmallBytes) {
+    const auto ahead = findNext();
+    if (!ahead || ahead->count * elementBytes(ahead->trail.call.dtype) <= kSmallBytes) {
       return;
     }
-    hear(present);
     const Call& call = ahead->trail.call;
-    begun_ = begin(*ahead, ringOf(const_cast<void*>(ahead->data), call.count, {call.dtype, call.op}));
+    begun_ = begin(*ahead, ringOf(ahead->data, ahead->count, {call.dtype, call.op}));
   }
   begun_->call.advance();
 }
@@ -189,22 +189,23 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
   call.finish();
 }
 
-void WireGroup::allReduce(const Call& call, void* data, size_t count, Reduction reduction) {
+void WireGroup::allReduce(const CallTrail& trail, void* data, size_t count, Reduction reduction,
+                          const FindNext& findNext) {
   if (begun_ == nullptr && count * elementBytes(reduction.dtype) <= kSmallBytes) {
-    WireCall wire(context_, members_, place_, call);
+    WireCall wire(context_, members_, place_, trail);
     doubling(wire, static_cast<std::byte*>(data), count, reduction);
     return;
   }
-  const WireContext::Ahead present{.trail = context_.ownTrail(call.sequence), .data = data};
+  const WireContext::Ahead present{.trail = trail, .data = data, .count = count};
   const Ring ring = ringOf(data, count, reduction);
   const auto begun = begun_ != nullptr ? std::move(begun_) : begin(present, ring);
   if (begun->ahead.trail != present.trail || begun->ahead.data != data) {
     throw Error(Fault::kUsage, "", "another call than the one that was said to be next, whose data set out");
   }
   if (begun->isDirect) {
-    Direct(*this, *begun, ring).run();
+    Direct(*this, *begun, ring).run(findNext);
   } else {
-    this->ring(begun->call, ring, begun.get());
+    this->ring(begun->call, ring, begun.get(), &findNext);
   }
 }
 

@@ -92,7 +92,7 @@ int baguaAllReduce(void* it, double s, void* data, size_t count, int dtype, int 
       [&] { of(it).allReduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), after(s)); });
 }
 // What the next call will be, until it says otherwise; no elements: nobody knows.
-void baguaLookAhead(void* it, const void* data, size_t count, int dtype, int op) {
+void baguaLookAhead(void* it, void* data, size_t count, int dtype, int op) {
   of(it).lookAheadBy([=]() -> std::optional<Communicator::NextAllReduce> {
     if (count == 0) {
       return std::nullopt;

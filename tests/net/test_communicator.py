@@ -221,13 +221,15 @@ def reduce_in_a_row(member: Member, cases: list[Case], ahead: bool) -> tuple[lis
     return row, sent
 
 
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "abcde", "abab"])
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aab", "abcde", "abab", "aabbcc", "aaabbb"])
 def test_calls_that_are_known_before_they_come_give_the_same(tmp_path: Path, hosts: str) -> None:
     random = np.random.default_rng(3)
     cases = [
         (str(random.choice(["sum", "max"])), str(random.choice(["float32", "int32", "float64"])), int(count))
         for count in random.choice(SIZES, 25)
     ]
+    # Over rails in several parts, with elements left over and without.
+    cases += [("sum", "float32", 5_000_004), ("max", "float32", 4_500_003), ("sum", "int32", 3_500_004)]
     with members(tmp_path, len(hosts), list(hosts)) as group:
         known, unknown = group.run(reduce_in_a_row, cases, True), group.run(reduce_in_a_row, cases, False)
     for (got, _), (want, _) in zip(known, unknown, strict=True):
@@ -279,14 +281,15 @@ def reduce_two(member: Member, is_known: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("way", ["ring", "direct"])
+@pytest.mark.parametrize("hosts", ["abc", "aabbcc"])
 def test_what_nobody_else_is_needed_for_sets_out_before_its_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, hosts: str
 ) -> None:
     monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", way)
-    with members(tmp_path, 3, list("abc")) as group:
+    with members(tmp_path, len(hosts), list(hosts)) as group:
         group.run(reduce_two, False)
         usual, ahead = group.run(reduce_two, False), group.run(reduce_two, True)
-    block_bytes = 4 * (1 << 20) // 3
+    block_bytes = 4 * (1 << 20) // len(hosts)
     # Not by whoever finds that all has come when it has sent its last.
     assert max(known[0] - unknown[0] for known, unknown in zip(ahead, usual, strict=True)) > 0.9 * block_bytes
     assert [sent for _, sent in ahead] == [sent for _, sent in usual]

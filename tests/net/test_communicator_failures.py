@@ -403,15 +403,16 @@ def reduce_then_wait(member: Member) -> None:
 
 @pytest.mark.parametrize("way", ["ring", "direct"])
 @pytest.mark.parametrize("other", [(reduce_twice, (1 << 19) + 1), (reduce_then_wait,)])
+@pytest.mark.parametrize("hosts", ["abc", "abab"])
 def test_calls_that_set_out_ahead_and_do_not_match_are_an_error_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Sequence[Any], way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, other: Sequence[Any], way: str
 ) -> None:
     monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", way)
-    with members(tmp_path, 3, list("abc")) as group:
-        for rank in range(3):
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        for rank in range(len(hosts)):
             group.start(rank, *(other if rank == 2 else (reduce_twice, 1 << 19)))
-        outcomes = [group.result(rank) for rank in range(3)]
-    assert [outcome.fault for outcome in outcomes] == ["usage"] * 3, outcomes
+        outcomes = [group.result(rank) for rank in range(len(hosts))]
+    assert [outcome.fault for outcome in outcomes] == ["usage"] * len(hosts), outcomes
     assert all("rank 2 (" in outcome.message for outcome in outcomes), outcomes
 
 

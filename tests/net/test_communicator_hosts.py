@@ -51,6 +51,18 @@ def test_ranks_of_four_hosts_two_each_agree_over_a_wire(tmp_path: Path) -> None:
             assert float(seconds) > 0 and int(sent) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rate_mbit", [None, 300])
+def test_large_data_goes_right_in_parts_whose_size_follows_a_long_way(
+    tmp_path: Path, rate_mbit: float | None
+) -> None:
+    with Lab(hosts=2, rate_mbit=rate_mbit, delay_ms=8) as lab:
+        processes = start(lab, tmp_path, [0, 1, 0, 1], "reduce", 40_000_008, 8, 60)
+        for process in processes:
+            seconds, sent = last_line(process).split()
+            assert float(seconds) > 0 and int(sent) > 8 * 20_000_000
+
+
 def send_buffers(host: Host) -> list[int]:
     """Bytes of the send buffers of established connections."""
     listed = host.run(["ss", "-tinOm", "state", "established"]).stdout

@@ -1,0 +1,72 @@
+// All-reduces over rails: summed up inside the hosts, reduced between them, spread inside them.
+//
+// In parts: while one is between hosts, the one before is spread and the next one summed up, so that lines do
+// not run empty. The next one may be of the call after this one, where that is known. Each part takes a trip
+// at least, so that they are as large as the way is long for its speed.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+#include "net/shm_group.h"
+#include "net/wire_group.h"
+
+namespace baguarun::net {
+
+// Of one rank, on a rail of `rail`. All hosts have as many ranks. Threads: one at a time.
+class RailAllReduce {
+ public:
+  // Whether a call is large enough: below, one rank of each host speaks for all, with fewer messages.
+  static bool isFor(const Call& call) noexcept;
+  // Elements at the end that are too few to be shared out among the ranks of a host: they are left as they
+  // are.
+  static size_t numLeft(const Call& call, int numLocal) noexcept;
+
+  RailAllReduce(WireContext& context, ShmGroup& local, WireGroup& rail);
+
+  void run(const CallTrail& trail, void* data);
+
+ private:
+  // What goes through the levels at once.
+  struct Part {
+    CallTrail trail;
+    std::byte* data;  // of the call
+    size_t bytes;     // of each of its parts, about
+    size_t number;
+    bool operator==(const Part& other) const = default;
+  };
+  // Where it lies in the call, and how much of it is each rank's; elements.
+  struct Extent {
+    size_t begin;
+    size_t share;
+  };
+
+  // What the ranks of a host tell each other.
+  struct Word {
+    uint64_t bytesInTrip;
+    bool knowsNext;
+  };
+
+  static size_t numParts(const Part& part) noexcept;
+  Extent extentOf(const Part& part) const noexcept;
+  std::byte* begin(const Part& part) const noexcept;
+  std::byte* own(const Part& part) const noexcept;
+
+  void sumUp(const Part& part);
+  void spread(const Part& part);
+  void sumUpFollower(const Part& part);
+  std::optional<Part> follower(const Part& part);
+  std::optional<WireContext::Ahead> nextCall();
+  Word agree(const Word& mine);
+
+  WireContext& context_;
+  ShmGroup& local_;
+  WireGroup& rail_;
+  // Of the next call: the same on all ranks of all hosts, as each rail knows its own trip only.
+  size_t partBytes_;
+  uint64_t bytesInTrip_ = 0;  // when this call began
+  // Inside the host, before its turn.
+  std::optional<Part> summedUp_;
+};
+
+}  // namespace baguarun::net
