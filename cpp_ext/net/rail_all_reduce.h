@@ -24,6 +24,8 @@ class RailAllReduce {
 
   RailAllReduce(WireContext& context, ShmGroup& local, WireGroup& rail);
 
+  // Replaces `data` of the call of `trail` by the reduction over all ranks of all hosts. Which call is next
+  // is asked of the context; it must then be run next. Throws Error, also kUsage where another one is run.
   void run(const CallTrail& trail, void* data);
 
  private:
@@ -50,6 +52,7 @@ class RailAllReduce {
   static size_t numParts(const Part& part) noexcept;
   Extent extentOf(const Part& part) const noexcept;
   std::byte* begin(const Part& part) const noexcept;
+  // This rank's share of it.
   std::byte* own(const Part& part) const noexcept;
 
   void sumUp(const Part& part);
@@ -62,9 +65,10 @@ class RailAllReduce {
   WireContext& context_;
   ShmGroup& local_;
   WireGroup& rail_;
-  // Of the next call: the same on all ranks of all hosts, as each rail knows its own trip only.
+  // Of the next call. The same on all ranks of all hosts: each rail knows its own trip only, alike on its
+  // members when a call begins, and the ranks of each host take the longest.
   size_t partBytes_;
-  uint64_t bytesInTrip_ = 0;  // when this call began
+  uint64_t bytesInTrip_ = 0;  // of this rail, when this call began
   // Inside the host, before its turn.
   std::optional<Part> summedUp_;
 };
