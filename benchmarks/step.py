@@ -202,11 +202,15 @@ def _placed(
     if not network.lab:
         yield "127.0.0.1", [subprocess.Popen] * RANKS
         return
-    limits = (network.rate_mbit, network.delay_ms)
+    per_host = RANKS // network.hosts
     with Lab(
-        network.hosts, *limits, congestion_control=congestion_control, keeps_windows=keeps_windows
+        network.hosts,
+        network.rate_mbit,
+        network.delay_ms,
+        congestion_control=congestion_control,
+        keeps_windows=keeps_windows,
+        in_order=per_host > 1,
     ) as lab:
-        per_host = RANKS // network.hosts
         yield lab.hosts[0].address, [lab.hosts[rank // per_host].popen for rank in range(RANKS)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import signal
 import tempfile
@@ -40,7 +41,8 @@ class Lab:
     cubic, the default of most clusters, does (a namespace may choose only from the machine's
     `net.ipv4.tcp_allowed_congestion_control`); bbr starves some of the flows that meet at one slow NIC.
     Hosts with `keeps_windows` leave a connection that was idle its window, as they do where
-    `net.ipv4.tcp_slow_start_after_idle` is 0; others halve it for each retransmission timeout.
+    `net.ipv4.tcp_slow_start_after_idle` is 0; others halve it for each retransmission timeout. `in_order` is
+    for hosts whose processes send on several cores at once, see `_keep_order`; it takes some of the cores.
     Everything is removed at the end of the block, on exceptions, on SIGINT and on SIGTERM; what an owner
     killed by SIGKILL leaves is removed by the next lab or by `sweep()`.
     Raises LabError where a lab is not possible. Threads: one lab belongs to one thread.
@@ -53,6 +55,7 @@ class Lab:
         delay_ms: float | None = None,
         congestion_control: str = "reno",
         keeps_windows: bool = False,
+        in_order: bool = False,
     ) -> None:
         if not 1 <= hosts <= 250:
             raise LabError(f"hosts={hosts}: want 1 <= hosts <= 250")
@@ -64,6 +67,7 @@ class Lab:
         self.rate_mbit = rate_mbit
         self.congestion_control = congestion_control
         self.keeps_windows = keeps_windows
+        self.in_order = in_order
         self._delay = None if delay_ms is None else DelayLine(delay_ms)
         self._bridge = f"{self.name}.b"
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -154,6 +158,9 @@ class Lab:
         system(*enter, "ip", "link", "set", host.nic, "up")
         self._in_bridge("ip", "link", "set", host.port, "master", "br0")
         self._in_bridge("ip", "link", "set", host.port, "up")
+        if self.in_order:
+            _keep_order(host.namespace, host.nic)
+            _keep_order(self._bridge, host.port)
         if self.rate_mbit is not None:
             shape(host.namespace, host.nic, self.rate_mbit)
             shape(self._bridge, host.port, self.rate_mbit)
@@ -182,6 +189,21 @@ def shape(namespace: str, device: str, rate_mbit: float) -> None:
         *(*inside(namespace), "tc", "qdisc", "replace", "dev", device, "root", "tbf"),
         *("rate", f"{rate_mbit}mbit", "burst", f"{_burst_bytes(rate_mbit)}b", "latency", f"{_QUEUE_MS}ms"),
     )
+
+
+def _keep_order(namespace: str, device: str) -> None:
+    """What comes by `device` is received on a core chosen by connection, as by a NIC with several queues.
+
+    Else it is on the core that happened to empty the sender's queue. Where that is now one core and now
+    another, packets of a connection overtake each other; TCP takes them for lost and sends them again. Of two
+    ranks per host at 1 Gbit/s each lost time so in every other step, though no queue dropped a packet.
+    """
+    cores = sum(1 << core for core in os.sched_getaffinity(0))
+    words = [f"{cores >> shift & 0xFFFFFFFF:x}" for shift in range(0, cores.bit_length(), 32)]
+    mask = ",".join(reversed(words))
+    # `inside` would find the machine's own devices in /sys.
+    write = ("sh", "-c", 'echo "$1" > "/sys/class/net/$2/queues/rx-0/rps_cpus"', "lab", mask, device)
+    system("ip", "netns", "exec", namespace, *write)
 
 
 def _burst_bytes(rate_mbit: float) -> int:

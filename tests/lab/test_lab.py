@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -178,6 +179,18 @@ def test_hosts_keep_the_windows_of_idle_connections_where_asked(keeps_windows: b
     with Lab(1, keeps_windows=keeps_windows) as lab:
         said = lab.hosts[0].run(["cat", "/proc/sys/net/ipv4/tcp_slow_start_after_idle"])
     assert said.stdout.strip() == ("0" if keeps_windows else "1")
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_packets_of_a_connection_are_received_on_one_core_where_asked(in_order: bool) -> None:
+    with Lab(1, in_order=in_order) as lab:
+        host = lab.hosts[0]
+        for namespace, device in ((host.namespace, host.nic), (host.bridge_namespace, host.port)):
+            file = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
+            mask = namespaces.system("ip", "netns", "exec", namespace, "cat", file)
+            bits = int(mask.replace(",", ""), 16)
+            cores = {core for core in range(os.cpu_count() or 1) if bits >> core & 1}
+            assert cores == (os.sched_getaffinity(0) if in_order else set())
 
 
 def test_hosts_have_their_own_names_and_know_each_others(lab: Lab) -> None:
