@@ -55,6 +55,9 @@ from benchmarks.harness import rotated
 _HIERARCHICAL = {"rail": True, "flat": False}
 _WARM_UP_STEPS = 3
 _LEAST_STEPS = 3
+_MOST_STEPS = 200
+_LOOKS = 2
+"""At how long a step takes, each about as long as a lead."""
 _BATCH = 32
 
 VARIANTS: dict[str, Algorithm] = {
@@ -396,9 +399,18 @@ def _length(case: str, training: Training, block_s: float, lead_s: float) -> Len
     timed(training, math.ceil(_WARM_UP_STEPS / period(case)) * period(case) - 1)
     turn_s = block_s * (_LONGER_ALONE if case == "alone" else 1)
     step_s = timed(training, 1)
-    wanted = max(_LEAST_STEPS, min(200, math.ceil(turn_s / step_s)))
-    lead = max(1, round(lead_s / step_s)) if period(case) == 1 else 0
-    return Length(lead, math.ceil(wanted / period(case)) * period(case))
+    if period(case) > 1:
+        wanted = _steps_within(turn_s, step_s, _LEAST_STEPS)
+        return Length(0, math.ceil(wanted / period(case)) * period(case))
+    # A step by itself is longer than those of a turn: its messages are waited for at its end, and its
+    # connections have small windows, the more so the more latency there is.
+    for _ in range(_LOOKS):
+        step_s = timed(training, _steps_within(lead_s, step_s, 1))
+    return Length(_steps_within(lead_s, step_s, 1), _steps_within(turn_s, step_s, _LEAST_STEPS))
+
+
+def _steps_within(seconds: float, step_s: float, least: int) -> int:
+    return max(least, min(_MOST_STEPS, math.ceil(seconds / step_s)))
 
 
 def _block(case: str, number: int, length: Length, training: Training) -> Block:
