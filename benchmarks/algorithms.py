@@ -113,10 +113,16 @@ def jobs(cases: list[str], places: int = 1) -> list[tuple[str, ...]]:
     return [("ddp", *(["alone"] if set(NEARLY_ALONE) & set(share) else []), *share) for share in shares]
 
 
-def measure(places: list[Network], cases: list[str], turns: Turns) -> list[list[dict[str, Any]]]:
-    """What rank 0 measured on each network, and alone, also in jobs that have nothing else in them."""
+def measure(
+    places: list[Network], cases: list[str], turns: Turns, beginnings: int
+) -> list[list[dict[str, Any]]]:
+    """What rank 0 measured on each network, and alone, also in jobs that have nothing else in them.
+
+    All jobs but these are started `beginnings` times.
+    """
     found: list[list[dict[str, Any]]] = [[] for _ in places]
-    for number, roster in enumerate([("alone",), *jobs(cases, len(places)), ("alone",)]):
+    rosters = jobs(cases, len(places)) * beginnings
+    for number, roster in enumerate([("alone",), *rosters, ("alone",)]):
         contests = [Contest(network, _MODEL, roster) for network in places]
         for blocks, taken in zip(found, run_contests(contests, turns), strict=True):
             blocks += [{**block, "job": number, "by_itself": len(roster) == 1} for block in taken]
@@ -211,6 +217,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--rounds", type=int, default=None, help="pairs per network (default 5, quick 2)")
     options.add_argument(
+        "--beginnings",
+        type=int,
+        default=1,
+        help="how often the contestants' processes are started, for --rounds each (default %(default)s): "
+        "where its memory lies by chance makes one faster or slower for as long as they live",
+    )
+    options.add_argument(
         "--block-s",
         type=float,
         default=None,
@@ -244,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     report.facts["hosts_keep_tcp_windows"] = turns.keeps_windows
     report.facts["seconds_before_turns"] = turns.lead_s
+    report.facts["beginnings"] = args.beginnings
     delays_ms = sorted({float(word) for word in args.delays_ms.split(",")})
     if any(delays_ms):
         # A run of an hour should not end where it comes to the first latency.
@@ -252,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         cases = dict.fromkeys(("ddp", *args.cases.split(",")))
         if places[0].hosts < RANKS:
             cases |= dict.fromkeys(args.rail_cases.split(","))
-        measured = measure(places, list(cases), turns)
+        measured = measure(places, list(cases), turns, args.beginnings)
         for network, blocks in zip(places, measured, strict=True):
             report.raw[network.name] = blocks
             for row in _rows(network, blocks, measured[0] if network != places[0] else None):
