@@ -242,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         help="hosts with net.ipv4.tcp_slow_start_after_idle=0 (docs/transport.md)",
     )
     args = options.parse_args(argv)
+    if args.beginnings < 1:
+        options.error(f"--beginnings {args.beginnings}: want 1 or more")
     turns = Turns(
         rounds=args.rounds or (2 if args.quick else 5),
         block_s=args.block_s or (0.2 if args.quick else 1.0),
