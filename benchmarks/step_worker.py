@@ -57,7 +57,7 @@ _WARM_UP_STEPS = 3
 _LEAST_STEPS = 3
 _MOST_STEPS = 200
 _LOOKS = 2
-"""At how long a step takes, each about as long as a lead."""
+"""At how long a step takes, each as long as a lead, or half a turn if that is longer."""
 _BATCH = 32
 
 VARIANTS: dict[str, Algorithm] = {
@@ -405,7 +405,7 @@ def _length(case: str, training: Training, block_s: float, lead_s: float) -> Len
     # A step by itself is longer than those of a turn: its messages are waited for at its end, and its
     # connections have small windows, the more so the more latency there is.
     for _ in range(_LOOKS):
-        step_s = timed(training, _steps_within(lead_s, step_s, 1))
+        step_s = timed(training, _steps_within(max(lead_s, block_s / 2), step_s, 1))
     return Length(_steps_within(lead_s, step_s, 1), _steps_within(turn_s, step_s, _LEAST_STEPS))
 
 
