@@ -15,6 +15,7 @@ Needs root (network namespaces, `tests/lab`); latencies need the lab's delay lin
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -206,7 +207,7 @@ def gradients() -> Gradients:
     return Gradients(tuple(tuple(parameter.shape) for parameter in build_model(_MODEL)[0].parameters()))
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser("algorithms", __doc__ or "")
     options.add_argument("--hosts", default=f"{RANKS},2", help="numbers of hosts (default %(default)s)")
     options.add_argument("--rates", default=",".join(_RATES), help="Mbit/s (default %(default)s)")
@@ -221,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=1,
         help="how often the contestants' processes are started, for --rounds each (default %(default)s): "
-        "where its memory lies by chance makes one faster or slower for as long as they live",
+        "what one takes differs from some processes to others",
     )
     options.add_argument(
         "--block-s",
@@ -244,6 +245,11 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.beginnings < 1:
         options.error(f"--beginnings {args.beginnings}: want 1 or more")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
     turns = Turns(
         rounds=args.rounds or (2 if args.quick else 5),
         block_s=args.block_s or (0.2 if args.quick else 1.0),
