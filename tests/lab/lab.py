@@ -195,8 +195,8 @@ def _keep_order(namespace: str, device: str) -> None:
     """What comes by `device` is received on a core chosen by connection, as by a NIC with several queues.
 
     Else it is on the core that happened to empty the sender's queue. Where that is now one core and now
-    another, packets of a connection overtake each other; TCP takes them for lost and sends them again. Of two
-    ranks per host at 1 Gbit/s each lost time so in every other step, though no queue dropped a packet.
+    another, packets of a connection overtake each other; TCP takes them for lost and sends them again. With
+    two ranks per host at 1 Gbit/s it did up to seven times in eight steps, and no queue had dropped any.
     """
     cores = sum(1 << core for core in os.sched_getaffinity(0))
     words = [f"{cores >> shift & 0xFFFFFFFF:x}" for shift in range(0, cores.bit_length(), 32)]
