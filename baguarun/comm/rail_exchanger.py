@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
 
 from baguarun.comm import timeline
 from baguarun.comm.arrival import require_arrived
-from baguarun.comm.gloo_ring import all_reduce_each
 from baguarun.comm.rail_groups import RailGroups
 from baguarun.comm.weights import pieces_of
 from baguarun.errors import CommunicationError
@@ -48,15 +48,10 @@ class RailExchanger:
     def average(self, tensors: Sequence[torch.Tensor]) -> PendingRails:
         """Start to replace `tensors` by their averages over all ranks, however many each node has."""
         world_size = self.groups.layout.world_size
-
-        rail = _made(self.groups.rail)
-        is_gloo = dist.get_backend(rail) == dist.Backend.GLOO
+        lanes = cycle(self.groups.lanes)
 
         def between(shards: Iterator[torch.Tensor]) -> Iterator[object]:
-            if is_gloo:
-                yield from (shard.div_(world_size) for shard in all_reduce_each(rail, shards))
-                return
-            started = [(shard, rail.allreduce([shard], dist.AllreduceOptions())) for shard in shards]
+            started = [(shard, next(lanes).allreduce([shard], dist.AllreduceOptions())) for shard in shards]
             for shard, work in started:
                 work.wait()
                 yield shard.div_(world_size)
@@ -150,7 +145,7 @@ class RailExchanger:
         except Exception:
             # Others of the node and the rail wait for this rank. Gloo's abort() does nothing: there they wait
             # until this process has ended, or for the group's timeout.
-            for group in (self.groups.node, self.groups.rail):
+            for group in (self.groups.node, *self.groups.lanes):
                 _made(group)._get_backend(torch.device("cpu")).abort()
             raise
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.groups import find_nodes, group_like, keeps_order, same_number_of_groups
+from baguarun.comm.lanes import Lanes, join_lanes
 from baguarun.comm.rails import Hierarchical, NodeLayout, goes_by_rail
 from baguarun.errors import UsageError
 
@@ -23,8 +24,14 @@ class RailGroups:
     node: dist.ProcessGroup | None
     """The ranks of this node, in the layout's order. None if collectives are not needed, as below, and on a
     single node, whose ranks are all ranks."""
-    rail: dist.ProcessGroup | None
-    """The owners of this rank's shard, in the order of nodes; this rank alone if it owns none."""
+    lanes: Lanes
+    """Of the owners of this rank's shard, in the order of nodes; of this rank alone if it owns none. Empty as
+    `node` is None."""
+
+    @property
+    def rail(self) -> dist.ProcessGroup | None:
+        """The first of the lanes."""
+        return self.lanes[0] if self.lanes else None
 
     def for_engine(self, extension: Any) -> Any:
         """As `baguarun._C.Rails`."""
@@ -60,7 +67,7 @@ def join_rails(
     if not goes_by_rail(hierarchical, layout, with_few=with_few):
         return None
     if len(layout.nodes) == 1 or (not collectives and device.type == "cpu"):
-        return RailGroups(layout=layout, rank=rank, node=None, rail=None)
+        return RailGroups(layout=layout, rank=rank, node=None, lanes=())
     members = dist.get_process_group_ranks(group)
     rails = {layout.rail_of(each) for each in range(layout.world_size)} - {()}
     if not all(keeps_order([members[each] for each in ranks]) for ranks in rails):
@@ -74,4 +81,6 @@ def join_rails(
     same_number_of_groups(group)
     node = group_like(group, layout.node_of(rank), device, "node")
     rail = group_like(group, layout.rail_of(rank) or (rank,), device, "rail")
-    return RailGroups(layout=layout, rank=rank, node=node, rail=rail)
+    # Who exchanges with few has messages, which go on the first lane.
+    lanes = (rail,) if with_few else join_lanes(rail, device)
+    return RailGroups(layout=layout, rank=rank, node=node, lanes=lanes)

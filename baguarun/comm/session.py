@@ -27,6 +27,7 @@ from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env, require_group
 from baguarun.comm.legacy import Legacy, take_over_engine
 from baguarun.comm.models import bucket_limits, find_tensors, refuse_local, trainable_parameters
+from baguarun.comm.lanes import join_lanes
 from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.replicas import (
     broadcast_buffers,
@@ -162,6 +163,9 @@ class DataParallelSession:
         self._rails = join_rails(
             algorithm.hierarchy(), self._group, self.device, collectives=weights, with_few=with_few
         )
+        goes_by_rail = self._rails is not None and self._rails.lanes
+        is_flat = bool(exchanged) or (weights and not with_few and not goes_by_rail)
+        self._lanes = join_lanes(self._group, self.device) if is_flat else (self._group,)
         if settings.init_sync:
             broadcast_tensors(
                 [real_view(tensor.detach()) for tensor in self._module.parameters()], self._group
@@ -172,7 +176,7 @@ class DataParallelSession:
             kept = None if legacy is None else legacy.weights
             context = StepContext(
                 weights=kept or FlatWeights(parameters),
-                group=self._group,
+                lanes=self._lanes,
                 rails=self._rails,
                 takes_over=legacy is not None,
             )
@@ -257,9 +261,9 @@ class DataParallelSession:
         if self._is_alone:
             return []
         # On an accelerator the engine has no group of its own.
-        of_engine = self._group if self.device.type == "cpu" else None
-        of_rails = () if self._rails is None else (self._rails.node, self._rails.rail)
-        return [group for group in (*of_rails, of_engine) if group is not None]
+        of_engine = self._lanes if self.device.type == "cpu" else ()
+        of_rails = () if self._rails is None else (self._rails.node, *self._rails.lanes)
+        return [group for group in (*of_rails, *of_engine) if group is not None]
 
     def require_complete(self, *, again: bool) -> None:
         """Before an optimizer's step: all communication of the last backward has ended well on this rank.
@@ -644,7 +648,7 @@ class DataParallelSession:
         small_bytes, bucket_bytes = bucket_limits(total_bytes, world_size, self.device, cap_mb)
         return extension.Engine(
             [(name, parameter, specs[parameter.dtype]) for name, parameter in parameters],
-            self._group,
+            list(self._lanes),
             extension.EngineSettings(
                 bucket_bytes=bucket_bytes,
                 small_bucket_bytes=small_bytes,

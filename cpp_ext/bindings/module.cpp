@@ -186,13 +186,13 @@ void bindOperations(py::module_& module) {
 
 std::shared_ptr<Engine> makeEngine(
     const std::vector<std::tuple<std::string, at::Tensor, OperationSpec>>& parameters,
-    const engine::Group& group, const EngineSettings& settings) {
+    const engine::Lanes& lanes, const EngineSettings& settings) {
   std::vector<NamedParameter> named;
   named.reserve(parameters.size());
   for (const auto& [name, tensor, operation] : parameters) {
     named.push_back({name, tensor, operation});
   }
-  return Engine::create(std::move(named), group, settings);
+  return Engine::create(std::move(named), lanes, settings);
 }
 
 void setMomentum(Engine& engine, const std::vector<at::Tensor>& averages, const std::vector<double>& betas,
@@ -236,7 +236,7 @@ void bindEngine(py::module_& module) {
       .def_readonly("buckets", &EngineStats::buckets)
       .def_readonly("exposed_wait_s", &EngineStats::exposedWaitSeconds);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
-      .def(py::init(&makeEngine), py::arg("parameters"), py::arg("group"), py::arg("settings"), withoutGil)
+      .def(py::init(&makeEngine), py::arg("parameters"), py::arg("lanes"), py::arg("settings"), withoutGil)
       .def("settle", &Engine::settle, withoutGil)
       .def("in_round", &Engine::inRound, withoutGil)
       .def("before_forward", &Engine::beforeForward, py::arg("communicates"), withoutGil)

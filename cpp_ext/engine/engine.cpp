@@ -82,15 +82,16 @@ class Engine::ReadyHook final : public torch::autograd::FunctionPostHook {
   const torch::autograd::Node& accumulator_;
 };
 
-std::shared_ptr<Engine> Engine::create(std::vector<NamedParameter> parameters, Group group,
+std::shared_ptr<Engine> Engine::create(std::vector<NamedParameter> parameters, Lanes lanes,
                                        EngineSettings settings) {
-  std::shared_ptr<Engine> engine(new Engine(std::move(parameters), std::move(group), settings));
+  std::shared_ptr<Engine> engine(new Engine(std::move(parameters), std::move(lanes), settings));
   engine->installHooks();
   return engine;
 }
 
-Engine::Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings)
-    : group_(std::move(group)),
+Engine::Engine(std::vector<NamedParameter> parameters, Lanes lanes, EngineSettings settings)
+    : lanes_(std::move(lanes)),
+      group_(lanes_.at(0)),
       settings_(settings),
       device_(parameters.at(0).tensor.device()),
       firstCompressedRound_(std::make_shared<std::atomic<uint32_t>>(0)),

@@ -74,8 +74,9 @@ struct EngineState {
 // outside of backward, without the GIL.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `parameters` are on one device and are the same on every rank of `group`, which has at least two.
-  static std::shared_ptr<Engine> create(std::vector<NamedParameter> parameters, Group group,
+  // `parameters` are on one device and are the same on every rank of `lanes`, at least two. An accelerator's
+  // use the first lane only.
+  static std::shared_ptr<Engine> create(std::vector<NamedParameter> parameters, Lanes lanes,
                                         EngineSettings settings);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -180,7 +181,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   class ReadyHook;
 
-  Engine(std::vector<NamedParameter> parameters, Group group, EngineSettings settings);
+  Engine(std::vector<NamedParameter> parameters, Lanes lanes, EngineSettings settings);
   void installHooks();
   void removeHooks();
   void buildBuckets(std::vector<size_t> order);
@@ -231,6 +232,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::string describe(size_t index) const;
 
   std::vector<Parameter> parameters_;
+  const Lanes lanes_;
   const Group group_;
   const EngineSettings settings_;
   const c10::Device device_;

@@ -87,7 +87,7 @@ void Engine::buildBuckets(std::vector<size_t> order) {
                    " to " + parameters_[members.back()].name + ", " + sizeText(bytes) + ")";
   }
   placeBuckets();
-  schedule_ = device_.is_cpu() ? makeHostSchedule(group_, buckets_) : makeStreamSchedule(group_, buckets_);
+  schedule_ = device_.is_cpu() ? makeHostSchedule(lanes_, buckets_) : makeStreamSchedule(group_, buckets_);
   stats_.buckets = buckets_.size();
 }
 

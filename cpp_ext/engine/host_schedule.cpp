@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/errors.h"
@@ -94,7 +95,7 @@ struct Task {
 // sent, and p-1 decoded.
 class HostSchedule final : public Schedule {
  public:
-  HostSchedule(const Group& group, const std::vector<Bucket>& buckets) : group_(group), round_(0) {
+  HostSchedule(Lanes lanes, const std::vector<Bucket>& buckets) : lanes_(std::move(lanes)), round_(0) {
     const Buffers buffers;
     // What no rank shares memory for waits long for others, and the group may begin it while it does.
     const bool queued = std::ranges::none_of(buckets, &Bucket::shared);
@@ -102,10 +103,11 @@ class HostSchedule final : public Schedule {
     for (const Bucket& bucket : buckets) {
       firstTask_.push_back(tasks_.size());
       uint64_t sentBytes = 0;
-      for (Bucket& piece : cutIntoPieces(bucket, static_cast<size_t>(group->getSize()))) {
+      for (Bucket& piece : cutIntoPieces(bucket, static_cast<size_t>(lanes_[0]->getSize()))) {
         // By which its messages are told from others'.
         piece.index = numPieces++;
-        tasks_.push_back({.operation = makeHostOperation(group, piece, buffers, queued),
+        const Group& lane = lanes_[piece.index % lanes_.size()];
+        tasks_.push_back({.operation = makeHostOperation(lane, piece, buffers, queued),
                           .bucket = labels_.size(),
                           .isLast = false});
         sentBytes += tasks_.back().operation->bytesPerRound();
@@ -161,7 +163,7 @@ class HostSchedule final : public Schedule {
   void launchFlags(const at::Tensor& flags, uint32_t round) override {
     {
       const std::scoped_lock lock(mutex_);
-      tasks_.back().operation = makeHostFlags(group_, flags);
+      tasks_.back().operation = makeHostFlags(lanes_[0], flags);
     }
     launch(tasks_.back().bucket, round);
   }
@@ -313,7 +315,7 @@ class HostSchedule final : public Schedule {
     }
   }
 
-  const Group group_;
+  const Lanes lanes_;
   std::vector<Task> tasks_;
   // Of each bucket, and where the tasks end.
   std::vector<size_t> firstTask_;
@@ -333,8 +335,8 @@ class HostSchedule final : public Schedule {
 
 }  // namespace
 
-std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets) {
-  return std::make_unique<HostSchedule>(group, buckets);
+std::unique_ptr<Schedule> makeHostSchedule(Lanes lanes, const std::vector<Bucket>& buckets) {
+  return std::make_unique<HostSchedule>(std::move(lanes), buckets);
 }
 
 }  // namespace baguarun::engine

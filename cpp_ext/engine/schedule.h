@@ -12,6 +12,10 @@ namespace baguarun::engine {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+// Groups of the same ranks in the same order, at least one: pieces take turns at them. Between hosts that are
+// far apart the window of a connection is the limit, and a group of Gloo has one between two ranks.
+using Lanes = std::vector<Group>;
+
 // Runs one operation per bucket and one that agrees on the used parameters.
 //
 // Threads: all calls come from autograd or the caller of the engine, one at a time.
@@ -41,7 +45,7 @@ class Schedule {
 };
 
 // For CPU buckets: stages on communication threads.
-std::unique_ptr<Schedule> makeHostSchedule(const Group& group, const std::vector<Bucket>& buckets);
+std::unique_ptr<Schedule> makeHostSchedule(Lanes lanes, const std::vector<Bucket>& buckets);
 
 // For buckets of an accelerator: one communication stream, events, no host wait.
 std::unique_ptr<Schedule> makeStreamSchedule(const Group& group, const std::vector<Bucket>& buckets);

@@ -272,7 +272,7 @@ class AsyncStepper(Stepper):
         """The least of each. So steps are the slowest rank's: the others' rounds last longer because they
         wait for it. And the cost is that of the rank which loses most."""
         vote = torch.tensor(wanted, dtype=torch.float64, device=self._averages[0].device)
-        return PendingReduction([vote], self.context.group, least=True)
+        return PendingReduction([vote], self.context.lanes, least=True)
 
     def _agreed_period(self, vote: PendingReduction) -> int | None:
         """None: some rank has not seen the end of a round yet."""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,16 +19,12 @@ import torch.distributed as dist
 from baguarun.comm import timeline
 from baguarun.comm.arrival import require_arrived
 from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.lanes import Lanes, most_parts
 from baguarun.comm.legacy import source_of
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rail_groups import RailGroups
 from baguarun.comm.weights import FlatWeights, pieces_of
 from baguarun.errors import ArgumentError, CommunicationError
-
-_GLOO = "gloo"
-_GLOO_AT_ONCE = 2
-"""Collectives of one group that Gloo runs at a time: while one waits for a message, another sends. Weights of
-34 MB around a ring of four at 1 Gbit/s and 5 ms: 513 ms in two parts, 800 in one, 575 in four."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +33,17 @@ class StepContext:
 
     weights: FlatWeights
     """All trainable parameters, equal on all ranks at the start."""
-    group: dist.ProcessGroup
-    """The engine's group: at least two ranks."""
+    lanes: Lanes
+    """Of the engine's group: at least two ranks."""
     rails: RailGroups | None = None
     """Where exchanges go by rail, what that needs."""
     takes_over: bool = False
     """Whether `take_over` is called before anything else."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The engine's."""
+        return self.lanes[0]
 
     @property
     def rank(self) -> int:
@@ -146,7 +148,7 @@ class Stepper:
             self.bytes_sent += self.rails.bytes_per_average(tensors)
             return self.rails.average(tensors)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
-        return PendingReduction(tensors, self.context.group)
+        return PendingReduction(tensors, self.context.lanes)
 
     def exchange(
         self,
@@ -178,11 +180,9 @@ class Pending(Protocol):
 class PendingReduction:
     """Tensors on the way to the ranks' averages, or to their least values; do not touch until `wait`."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, least: bool = False
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes, *, least: bool = False) -> None:
         self._tensors = list(tensors)
-        self._divisor = 1 if least else dist.get_world_size(group)
+        self._divisor = 1 if least else dist.get_world_size(lanes[0])
         self._waited = False
         self._flight = timeline.flight(
             "agreement" if least else "average of weights",
@@ -190,9 +190,12 @@ class PendingReduction:
             sum(tensor.nbytes for tensor in self._tensors),
         )
         kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
-        parts = pieces_of(self._tensors, _GLOO_AT_ONCE if dist.get_backend(group) == _GLOO else 1)
+        parts = pieces_of(self._tensors, most_parts(lanes))
         self._works: list[dist.Work] = call(
-            lambda: [dist.all_reduce(part, kind, group=group, async_op=True) for part in parts]
+            lambda: [
+                dist.all_reduce(part, kind, group=lane, async_op=True)
+                for part, lane in zip(parts, cycle(lanes), strict=False)
+            ]
         )
 
     def is_done(self) -> bool:

@@ -80,7 +80,7 @@ def rounds_with_a_slow_rank() -> dict[str, Any]:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     now = 0.0
     stepper = AsyncStepper(
-        StepContext(weights=FlatWeights([("weight", parameter)]), group=dist.new_group()),
+        StepContext(weights=FlatWeights([("weight", parameter)]), lanes=(dist.new_group(),)),
         AsyncModelAverage(sync_interval_ms=4000, max_staleness_steps=5),
         clock=lambda: now,
     )
@@ -139,7 +139,7 @@ def starts_while_an_average_takes_three_steps(
     parameter = nn.Parameter(torch.zeros(3))
     now = 0.0
     stepper = AsyncStepper(
-        StepContext(weights=FlatWeights([("weight", parameter)]), group=dist.new_group()),
+        StepContext(weights=FlatWeights([("weight", parameter)]), lanes=(dist.new_group(),)),
         AsyncModelAverage(sync_interval_ms=1000),
         clock=lambda: now,
     )
@@ -229,7 +229,7 @@ def steps_noted_after_slow_ones() -> list[float]:
     """Steps of 100 s in the warm-up, then of 1 s; a pause and a checkpoint that both wait for a round."""
     now = 0.0
     stepper = AsyncStepper(
-        StepContext(weights=FlatWeights([("weight", nn.Parameter(torch.zeros(3)))]), group=dist.new_group()),
+        StepContext(weights=FlatWeights([("weight", nn.Parameter(torch.zeros(3)))]), lanes=(dist.new_group(),)),
         AsyncModelAverage(sync_interval_ms=10**6, warmup_steps=20),
         clock=lambda: now,
     )

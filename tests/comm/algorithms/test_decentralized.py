@@ -11,7 +11,7 @@ from torch import nn
 
 from baguarun.comm.algorithms import Decentralized, resolve
 from baguarun.comm.algorithms.decentralized import PeerSelection, choose_peers
-from baguarun.comm.algorithms.stepper import PendingReduction, StepContext
+from baguarun.comm.algorithms.stepper import StepContext
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
@@ -77,7 +77,7 @@ def mixed_in_pieces(is_cut_off: bool) -> tuple[torch.Tensor, torch.Tensor]:
     parameter = nn.Parameter(torch.rand(3 << 18, generator=torch.Generator().manual_seed(rank)))
     weights = FlatWeights([("weight", parameter)])
     stepper = Decentralized(peer_selection_mode="shift_one").make_stepper(
-        StepContext(weights=weights, group=dist.new_group())
+        StepContext(weights=weights, lanes=(dist.new_group(),))
     )
     before = parameter.detach().clone()
     stepper.before_forward()
@@ -171,21 +171,3 @@ def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, ob
 
 def test_it_is_known_by_name() -> None:
     assert resolve("decentralized") == Decentralized()
-
-
-def parts_of_an_average() -> list[int]:
-    group = dist.group.WORLD
-    assert group is not None
-    counts = []
-    for numel in (1 << 20, 1000):
-        weights = torch.arange(numel, dtype=torch.float32) + dist.get_rank()
-        pending = PendingReduction([weights], group)
-        counts.append(len(pending._works))
-        (average,) = pending.wait()
-        torch.testing.assert_close(average, torch.arange(numel, dtype=torch.float32) + 0.5, rtol=0, atol=0)
-    return counts
-
-
-@pytest.mark.parametrize(("backend", "counts"), [("gloo", [2, 1]), ("baguanet", [1, 1])])
-def test_many_weights_are_two_parts_where_gloo_runs_two_at_once(backend: str, counts: list[int]) -> None:
-    assert run_ranks(parts_of_an_average, 2, backend=backend) == [counts] * 2

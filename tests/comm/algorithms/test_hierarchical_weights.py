@@ -227,7 +227,11 @@ def groups_made(sizes: Sequence[int], algorithm: Algorithm) -> int:
     [
         ((2, 2), AsyncModelAverage(), "baguanet", 1),
         ((2, 2), LocalSGD(), "baguanet", 1),
-        ((2, 2), AsyncModelAverage(), "gloo", 3),
+        # On Gloo four lanes: of each rail, or where it goes among all ranks of these.
+        ((2, 2), AsyncModelAverage(), "gloo", 6),
+        ((3, 1), AsyncModelAverage(hierarchical=True), "gloo", 6),
+        ((2, 2), LocalSGD(hierarchical=False), "gloo", 4),
+        ((2, 2), Decentralized(peer_selection_mode="shift_one"), "gloo", 3),
         ((2, 2), Decentralized(peer_selection_mode="shift_one"), "baguanet", 3),
         ((4,), Decentralized(peer_selection_mode="shift_one", hierarchical=True), "baguanet", 1),
     ],

@@ -64,7 +64,7 @@ def copies_that_are_left() -> list[int]:
             weights = FlatWeights(list(nn.Linear(3, 2).named_parameters()))
             algorithm.prepare(weights)
             assert weights._spare
-            context = StepContext(weights=weights, group=dist.group.WORLD)
+            context = StepContext(weights=weights, lanes=(dist.group.WORLD,))
             algorithm.make_stepper(context)
             left.append(len(weights._spare))
     return left
