@@ -1,7 +1,7 @@
 """Lanes: groups of the same ranks side by side, which take turns at the parts of what is large.
 
-A group on Gloo has one connection between two ranks, whose window bounds what it carries where the way is long,
-and runs two collectives at a time, of which each waits for others while it sends nothing.
+A group on Gloo has one connection between two ranks, whose window bounds what it carries where the way is
+long, and runs two collectives at a time, of which each waits for others while it sends nothing.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from baguarun.comm.boundary import StepBoundary
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
 from baguarun.comm.extension import load_extension, operation_spec
 from baguarun.comm.groups import engine_group, read_worker_env, require_group
+from baguarun.comm.lanes import join_lanes
 from baguarun.comm.legacy import Legacy, take_over_engine
 from baguarun.comm.models import bucket_limits, find_tensors, refuse_local, trainable_parameters
-from baguarun.comm.lanes import join_lanes
 from baguarun.comm.rail_groups import join_rails
 from baguarun.comm.replicas import (
     broadcast_buffers,

@@ -36,7 +36,8 @@ TensorReduction::TensorReduction(const Group& group, const std::vector<at::Tenso
   if (pieces.empty()) {
     throw UsageFailure("a reduction of tensors: want at least one number");
   }
-  schedule_ = tensors.front().is_cpu() ? makeHostSchedule({group}, pieces) : makeStreamSchedule(group, pieces);
+  schedule_ =
+      tensors.front().is_cpu() ? makeHostSchedule({group}, pieces) : makeStreamSchedule(group, pieces);
   for (const Bucket& piece : pieces) {
     schedule_->stored(piece.index);
     schedule_->launch(piece.index, round);

@@ -229,7 +229,9 @@ def steps_noted_after_slow_ones() -> list[float]:
     """Steps of 100 s in the warm-up, then of 1 s; a pause and a checkpoint that both wait for a round."""
     now = 0.0
     stepper = AsyncStepper(
-        StepContext(weights=FlatWeights([("weight", nn.Parameter(torch.zeros(3)))]), lanes=(dist.new_group(),)),
+        StepContext(
+            weights=FlatWeights([("weight", nn.Parameter(torch.zeros(3)))]), lanes=(dist.new_group(),)
+        ),
         AsyncModelAverage(sync_interval_ms=10**6, warmup_steps=20),
         clock=lambda: now,
     )

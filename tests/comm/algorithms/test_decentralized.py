@@ -22,7 +22,6 @@ from tests.comm.algorithms.simulation import (
     train_each,
     weights_of,
 )
-from tests.comm.ranks import run_ranks
 
 STEPS = 7
 MODES = [mode.value for mode in PeerSelection]
