@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from baguarun.comm import groups
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.groups import group_like, new_local_group, same_number_of_groups
 from tests.comm.models import assert_averaged, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
 
@@ -65,3 +69,35 @@ def wrap_after_a_group_was_destroyed() -> None:
 @pytest.mark.parametrize("backend", ["baguanet", "gloo"])
 def test_a_group_of_the_scripts_that_is_destroyed_leaves_no_name_to_trip_over(backend: str) -> None:
     run_ranks(wrap_after_a_group_was_destroyed, 2, backend=backend)
+
+
+def counts_past_a_name_in_use() -> list[int]:
+    """Rank 0 has a group of its own with a name that its next filler would have."""
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_rank() == 0:
+        passing = [new_local_group([0]) for _ in range(2)]
+        alone = new_local_group([0])
+        for each in passing:
+            dist.destroy_process_group(each)
+        # It has used up its count; what follows begins below it, as in a job that has destroyed groups.
+        groups._used_names().count = 0
+    else:
+        for _ in range(5):
+            new_local_group([1])
+    same_number_of_groups(group)
+    counts: list[object] = [None, None]
+    dist.all_gather_object(counts, len(distributed_c10d._world.pg_names))
+    both = group_like(group, (0, 1), torch.device("cpu"), "both")
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=both)
+    assert ones.item() == 2
+    if dist.get_rank() == 0:
+        dist.all_reduce(ones, group=alone)
+    dist.destroy_process_group()
+    return [int(str(count)) for count in counts]
+
+
+def test_ranks_in_unequal_numbers_of_groups_may_have_some_of_their_own() -> None:
+    for counts in run_ranks(counts_past_a_name_in_use, 2, backend="gloo"):
+        assert counts[0] == counts[1]
