@@ -250,7 +250,9 @@ def same_number_of_groups(parent: dist.ProcessGroup) -> None:
         except ValueError:
             # Another group of this rank alone, made when it was in as many as now, has the name: one that is
             # only counted, then.
-            c10d._world.pg_names[dist.ProcessGroup(0, 1)] = f"counted {len(c10d._world.pg_names)}"
+            counted: Any = dist.ProcessGroup
+            names: dict[Any, Any] = c10d._world.pg_names
+            names[counted(0, 1)] = f"counted {len(names)}"
 
 
 def new_local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
