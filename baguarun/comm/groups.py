@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -231,28 +231,18 @@ def same_number_of_groups(parent: dist.ProcessGroup) -> None:
     """Let the members of `parent` make groups among themselves, whatever other groups each is in. Collective.
 
     With `use_local_synchronization` torch names a group by its ranks and by how many groups the process is
-    in, and ranks that differ in that wait for each other in vain. Who is in fewer makes groups of its own,
-    which stay. So does who is in fewer than before, as some have been destroyed: their names, and what the
-    store has by them, are used up.
+    in, and ranks that differ in that wait for each other in vain. Who is in fewer has torch count some more,
+    which are nothing else. So does who is in fewer than before, as some have been destroyed: their names, and
+    what the store has by them, are used up.
     """
     everyone = [0] * dist.get_world_size(parent)
-    used = _used_names()
-    dist.all_gather_object(everyone, max(len(c10d._world.pg_names), used.count), group=parent)
-    if len(c10d._world.pg_names) == max(everyone):
-        return
-    # Those of its own that it has may have the numbers that come now.
-    while used.fillers:
-        if (filler := used.fillers.pop()()) is not None:
-            dist.destroy_process_group(filler)
-    while len(c10d._world.pg_names) < max(everyone):
-        try:
-            used.fillers.append(weakref.ref(new_local_group([dist.get_rank()])))
-        except ValueError:
-            # Another group of this rank alone, made when it was in as many as now, has the name: one that is
-            # only counted, then.
-            counted: Any = dist.ProcessGroup
-            names: dict[Any, Any] = c10d._world.pg_names
-            names[counted(0, 1)] = f"counted {len(names)}"
+    names: dict[Any, Any] = c10d._world.pg_names
+    dist.all_gather_object(everyone, max(len(names), _used_names().count), group=parent)
+    # Groups of this rank alone would do, but each has threads, and its name, of rank and number, may be that
+    # of another one which lives on.
+    counted: Any = dist.ProcessGroup
+    while len(names) < max(everyone):
+        names[counted(0, 1)] = f"counted by baguarun {len(names)}"
 
 
 def new_local_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
@@ -270,8 +260,6 @@ class _UsedNames:
     world: weakref.ref[dist.ProcessGroup] | None = None
     count: int = 0
     """Groups up to so many have made names of their number."""
-    fillers: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
-    """Groups of this rank alone, there to be counted."""
 
 
 _used = _UsedNames()

@@ -72,7 +72,7 @@ def test_a_group_of_the_scripts_that_is_destroyed_leaves_no_name_to_trip_over(ba
 
 
 def counts_past_a_name_in_use() -> list[int]:
-    """Rank 0 has a group of its own with a name that its next filler would have."""
+    """Rank 0 has a group of its own with the name that torch would give its next one."""
     group = dist.group.WORLD
     assert group is not None
     if dist.get_rank() == 0:
@@ -85,7 +85,10 @@ def counts_past_a_name_in_use() -> list[int]:
     else:
         for _ in range(5):
             new_local_group([1])
+    made = len(distributed_c10d._world.pg_map)
     same_number_of_groups(group)
+    # What is counted more is no group, with threads and sockets.
+    assert len(distributed_c10d._world.pg_map) == made
     counts: list[object] = [None, None]
     dist.all_gather_object(counts, len(distributed_c10d._world.pg_names))
     both = group_like(group, (0, 1), torch.device("cpu"), "both")
