@@ -31,6 +31,7 @@ Link::Link(std::vector<Fd> streams, Settings settings)
       streams_(streams.size()),
       streamCount_(streams.size()),
       lastMoved_(Clock::now()),
+      lastWritten_(lastMoved_),
       lastChecked_(lastMoved_),
       lastCompared_(lastMoved_) {
   NET_CHECK(!streams.empty());
@@ -107,6 +108,9 @@ Request* Link::post(Lane& lane, bool isSend, void* data, size_t size) {
   if (numPending_ == 0) {
     lastMoved_ = Clock::now();
   }
+  if (isSend && lane.numActive == 0) {
+    resume();
+  }
   request.link_ = this;
   request.state_ = Request::State::kActive;
   request.isSend_ = isSend;
@@ -168,6 +172,7 @@ bool Link::progress() {
   const bool read = pumpReads();
   if (wrote || read) {
     lastMoved_ = Clock::now();
+    lastWritten_ = wrote ? lastMoved_ : lastWritten_;
     return true;
   }
   checkBrokenWrite();

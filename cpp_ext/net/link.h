@@ -157,10 +157,12 @@ class Link {
   void pollEvents();
   bool pumpWrites();
   bool writeTo(size_t index);
+  void resume();
   bool deal(Stream& stream);
   void onFull(Stream& stream);
   void rebalance();
   static void setShare(Stream& stream, uint32_t bytes);
+  void beginWith(Stream& stream);
   void onPhase();
   void credit(StreamWriter& writer);
 
@@ -199,6 +201,7 @@ class Link {
   uint32_t limitOfOne_ = 0;  // of the first stream's buffer before others were tried
   size_t firstStream_ = 0;   // where dealing begins
   Clock::time_point lastMoved_;
+  Clock::time_point lastWritten_;
   std::optional<Clock::time_point> someEndedAt_;  // while something was pending
   Clock::time_point lastChecked_;
   Clock::time_point lastCompared_;

@@ -18,6 +18,11 @@ constexpr std::chrono::duration<double> kLongestChunk{0.004};
 }  // namespace
 
 bool Link::pumpWrites() {
+  if (streamCount_.isResuming() && streamCount_.endResuming(Clock::now())) {
+    for (Stream& stream : streams_) {
+      stream.backlog.measure();
+    }
+  }
   bool moved = false;
   for (int round = 0; round < kMaxVisits; ++round) {
     bool movedNow = false;
@@ -60,6 +65,23 @@ bool Link::writeTo(size_t index) {
   }
   brokenWrite_ = {.stream = index, .error = stream.writer.error()};
   return false;
+}
+
+// The first of what is to be sent, after a rest.
+void Link::resume() {
+  const auto now = Clock::now();
+  if (!StreamCount::isLongRest(now - lastWritten_)) {
+    return;
+  }
+  streamCount_.resume(wayOf(streams_.front().fd.get()).shortestTrip, now);
+  if (streamCount_.isResuming()) {
+    std::ranges::for_each(std::span(streams_).subspan(1), [this](Stream& stream) { beginWith(stream); });
+  }
+}
+
+// It was idle and has a small window: a message would wait for a large chunk there.
+void Link::beginWith(Stream& stream) {
+  setShare(stream, std::min(kLeastShareBytes, settings_.chunkBytes));
 }
 
 void Link::onFull(Stream& stream) {
@@ -169,8 +191,7 @@ void Link::onPhase() {
       for (Stream& stream : std::span(streams_).first(streamCount_.used())) {
         stream.backlog.setLimit(stream.fd.get(), limit);
         if (&stream != &one) {
-          // It was idle and has a small window: a message would wait for a large chunk there.
-          setShare(stream, std::min(kLeastShareBytes, settings_.chunkBytes));
+          beginWith(stream);
         }
       }
       break;

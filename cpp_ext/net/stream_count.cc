@@ -35,6 +35,10 @@ constexpr seconds kFirstStay{20};
 constexpr seconds kFirstPause{60};
 constexpr seconds kLongestPause{300};
 constexpr int kPauseGrowth = 5;
+// A window is halved for every 200 ms and a trip of rest, and doubles with every trip afterwards.
+constexpr milliseconds kLongRest{800};
+constexpr milliseconds kLongTrip{1};
+constexpr int kTripsToResume = 6;
 // As much from one look to the next counts as time with something to send; beyond it is a rest.
 constexpr seconds kLongestGap{1};
 
@@ -45,7 +49,7 @@ bool isHeldBack(const StreamCount::Observed& observed) {
 }  // namespace
 
 bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
-  if (all_ == 1) {
+  if (all_ == 1 || isResuming_) {
     return false;
   }
   const auto before = std::exchange(lastObserved_, now);
@@ -116,11 +120,24 @@ bool StreamCount::observe(const Observed& observed, Clock::time_point now) {
   return false;
 }
 
+bool StreamCount::isLongRest(Clock::duration rest) noexcept { return rest >= kLongRest; }
+
+void StreamCount::resume(Clock::duration trip, Clock::time_point now) noexcept {
+  if (all_ > 1 && phase_ == Phase::kOne && trip >= kLongTrip) {
+    isResuming_ = true;
+    resumesUntil_ = now + kTripsToResume * trip;
+  }
+}
+
+bool StreamCount::endResuming(Clock::time_point now) noexcept {
+  return isResuming_ && now >= resumesUntil_ && std::exchange(isResuming_, false);
+}
+
 Buffering StreamCount::buffering(Clock::time_point now) const noexcept {
   if (phase_ == Phase::kAll) {
     return Buffering::kFree;
   }
-  return phase_ == Phase::kOne && isSettled(now) ? Buffering::kByQueue : Buffering::kAsItIs;
+  return phase_ == Phase::kOne && !isResuming_ && isSettled(now) ? Buffering::kByQueue : Buffering::kAsItIs;
 }
 
 // What all have left in the queue is gone.

@@ -9,6 +9,9 @@
 // had. The first trial is of all, whose ways may differ, and so is one after all have been in use; others are
 // of two: all that were idle, with small windows, would hold up two exchanges by 0.1 s each. Rests count
 // little in pauses between trials: who sends rarely would spend most of it on trials.
+//
+// After a rest the kernel has forgotten how much a stream may have under way, and it takes some trips until
+// that has grown again. On a long way all are used meanwhile: together they may have more.
 #pragma once
 
 #include <algorithm>
@@ -42,6 +45,13 @@ class StreamCount {
   // To be called now and then while there is something to send. True: measure anew.
   bool observe(const Observed& observed, Clock::time_point now);
 
+  static bool isLongRest(Clock::duration rest) noexcept;
+  // There is something to send again after a long rest, on a way of that trip.
+  void resume(Clock::duration trip, Clock::time_point now) noexcept;
+  bool isResuming() const noexcept { return isResuming_; }
+  // True: that is over. Measure anew.
+  bool endResuming(Clock::time_point now) noexcept;
+
   Phase phase() const noexcept { return phase_; }
 
   // What streams may do with their buffers. One alone goes by the queue that it sees, once that is its own
@@ -49,6 +59,9 @@ class StreamCount {
   Buffering buffering(Clock::time_point now) const noexcept;
 
   size_t used() const noexcept {
+    if (isResuming_) {
+      return all_;
+    }
     switch (phase_) {
       case Phase::kChange:
       case Phase::kTrial:
@@ -72,6 +85,8 @@ class StreamCount {
   size_t all_;
   Phase phase_ = Phase::kOne;
   Clock::time_point since_{};
+  bool isResuming_ = false;
+  Clock::time_point resumesUntil_{};
   double rateOfOne_ = 0;
   double rateOnTrial_ = 0;
   size_t onTrial_ = 1;

@@ -2,8 +2,8 @@
 
     python -m tests.net.communicator_rank FOLDER RANK SIZE TASK BYTES ROUNDS DEADLINE_S
 
-Tasks: `reduce` all-reduces fp32 and prints the seconds of the best round; `cycle` does so until it fails, and
-prints fault and message.
+Tasks: `reduce` all-reduces fp32 and prints the seconds of the best round, `rest` too, with a second and a half
+before and after the last one; `cycle` does so until it fails, and prints fault and message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     best = float("inf")
     print("ready", flush=True)
     try:
-        for _ in range(int(rounds)):
+        for left in reversed(range(int(rounds))):
             data[:] = places + int(rank)
             member.barrier()
             begun = time.monotonic()
@@ -36,6 +36,8 @@ def main() -> None:
             assert np.all(data == int(size) * places + int(size) * (int(size) - 1) / 2)
             if task == "cycle":
                 time.sleep(0.05)
+            if task == "rest" and left < 2:
+                time.sleep(1.5)
     except Failed as failed:
         print(failed.fault, failed.message, flush=True)
         return

@@ -101,13 +101,19 @@ void streams(const Words& words) {
   double rate = 0;
   int64_t measured = 0;
   while (std::cin >> milliseconds >> queueing >> state >> rate >> measured) {
+    const Clock::time_point now{std::chrono::milliseconds(milliseconds)};
+    if (state == "resume") {
+      count.resume(std::chrono::microseconds(queueing), now);
+      continue;
+    }
+    count.endResuming(now);
     count.observe({.allFull = true,
                    .queueing = std::chrono::microseconds(queueing),
                    .isLimited = state == "limited",
                    .areHeldByBuffers = state == "held",
                    .bytesPerSecond = rate,
                    .measured = std::chrono::milliseconds(measured)},
-                  Clock::time_point(std::chrono::milliseconds(milliseconds)));
+                  now);
     std::cout << count.used() << "\n";
   }
 }

@@ -247,6 +247,10 @@ class StreamProbe:
         """With nothing to send."""
         self.now_ms += int(1e3 * seconds)
 
+    def resume(self, *, trip_us: int) -> None:
+        """Something to send again after a long rest."""
+        self.lines.append(f"{self.now_ms} {trip_us} resume 0 0")
+
     def used(self) -> list[int]:
         done = probe("streams", str(self.of), given="\n".join(self.lines))
         assert done.returncode == 0, done.stderr
@@ -337,6 +341,26 @@ def test_all_streams_are_left_where_they_move_more_only_once() -> None:
     link.try_all(1e6)
     link.observe(20, queueing_us=20_000, rate=1e6, measured_ms=200)
     assert link.tried() == [4] * 5 + [1] * 5 + [4] * 5 + [1] * 21
+
+
+def test_all_streams_are_used_after_a_rest_until_windows_have_grown() -> None:
+    link = StreamProbe()
+    link.observe(3, queueing_us=20_000)
+    link.rest(2)
+    link.resume(trip_us=20_000)
+    # Windows that grow leave the line empty: that is no sign of a stream that is held back.
+    link.observe(5, queueing_us=300)
+    link.observe(5, queueing_us=20_000)
+    assert link.used() == [1] * 3 + [4] * 5 + [1] * 5
+
+
+def test_one_stream_goes_on_after_a_rest_on_a_short_way() -> None:
+    link = StreamProbe()
+    link.observe(3, queueing_us=20_000)
+    link.rest(2)
+    link.resume(trip_us=300)
+    link.observe(5, queueing_us=20_000)
+    assert set(link.used()) == {1}
 
 
 def test_all_streams_rest_in_the_end_where_others_keep_the_queue_short() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,32 @@ def test_a_stream_that_fills_the_queue_of_a_slow_wire_is_held_small(tmp_path: Pa
             assert float(seconds) > 0 and int(sent) > 0
 
 
-def bytes_to(host: Host, other: Host) -> int:
-    """Sent over connections that are established."""
+def bytes_by_connection(host: Host, other: Host) -> list[int]:
+    """Sent to `other` over each that is established."""
     listed = host.run(["ss", "-tinO", "state", "established", "dst", other.address]).stdout
-    return sum(int(sent) for sent in re.findall(r"\bbytes_sent:(\d+)", listed))
+    return [int(sent) for sent in re.findall(r"\bbytes_sent:(\d+)", listed)]
+
+
+def bytes_to(host: Host, other: Host) -> int:
+    return sum(bytes_by_connection(host, other))
+
+
+@pytest.mark.parametrize(("delay_ms", "wanted"), [(None, 1), (5.0, 4)])
+def test_all_streams_of_a_long_way_are_used_after_a_rest(
+    tmp_path: Path, delay_ms: float | None, wanted: int
+) -> None:
+    with Lab(hosts=2, rate_mbit=100, delay_ms=delay_ms) as lab:
+        # Before the rest it has tried all, which move no more than one, and tries none for a minute.
+        processes = start(lab, tmp_path, [0, 1], "rest", 1_000_000, 30, 30)
+        sent = []
+        while any(process.poll() is None for process in processes):
+            sent.append(bytes_by_connection(lab.hosts[0], lab.hosts[1]))
+            time.sleep(0.05)
+        for process in processes:
+            assert float(last_line(process).split()[0]) > 0
+    at_rest = [connections for connections, looks in groupby(sent) if len(connections) > 1 and len(list(looks)) > 10]
+    before, after = at_rest[-2:]
+    assert sum(new - old > 20_000 for old, new in zip(before, after, strict=True)) == wanted
 
 
 @pytest.mark.parametrize(("delay_ms", "directly"), [(None, False), (5.0, True)])
