@@ -30,8 +30,6 @@ _SPEEDUPS = {
     "decentralized_shift_one": 1.5,
 }
 """Over DDP, 4 hosts at 100 Mbit/s without latency."""
-NEARLY_ALONE = ("async_model_average", "diloco_overlapped")
-"""Held against ranks that train without communication."""
 _DECENTRALIZED = ("decentralized", "low_precision_decentralized")
 _WHOLE_GROUPS = ("ddp", "gradient_allreduce", "bytegrad", "qadam", "sparse", "power_sgd")
 """Beginnings of names: the decentralized family, and those of whom all exchange with all in each step."""
@@ -61,7 +59,7 @@ class Measured:
     ratio_to_ddp: float
     """Of step times, pair by pair."""
     ratio_to_alone: float | None = None
-    """Likewise, of those that are to be nearly as fast."""
+    """Of those that are to be nearly as fast: of the turns of training alone before and after theirs."""
     sent_bytes: float
     """A step's, of one host's NIC."""
     sent_packets: float = 0.0

@@ -22,12 +22,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benchmarks.algorithm_targets import NEARLY_ALONE, Measured, judge, judge_latency
+from benchmarks.algorithm_targets import Measured, judge, judge_latency
 from benchmarks.cost_model import Cluster, Gradients
 from benchmarks.harness import Report, Row, finish, parser, save
 from benchmarks.ratios import paired_ratio
 from benchmarks.step import RANKS, Contest, Network, Turns, run_contests
-from benchmarks.step_worker import build_model
+from benchmarks.step_worker import NEARLY_ALONE, build_model
 from tests.lab.delay import delay_program
 
 _PEERS = (
@@ -126,7 +126,7 @@ def measure(
     for number, roster in enumerate([("alone",), *rosters, ("alone",)]):
         contests = [Contest(network, _MODEL, roster) for network in places]
         for blocks, taken in zip(found, run_contests(contests, turns), strict=True):
-            blocks += [{**block, "job": number, "by_itself": len(roster) == 1} for block in taken]
+            blocks += [{**block, "job": number} for block in taken]
     return found
 
 
@@ -136,8 +136,6 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
     for block in blocks:
         turns.setdefault(block["case"], []).append(block)
     ddp_s = _by_turn(turns["ddp"])
-    alone_s = _by_turn(turns["alone"])
-    turns["alone"] = [block for block in turns["alone"] if block["by_itself"]]
     found = {}
     for case, taken in turns.items():
         step_s = _by_turn(taken)
@@ -149,7 +147,7 @@ def medians(blocks: list[dict[str, Any]]) -> dict[str, Measured]:
             case=case,
             step_s=median(step_s.values()),
             ratio_to_ddp=ratio,
-            ratio_to_alone=_ratio(step_s, alone_s) if case in NEARLY_ALONE else None,
+            ratio_to_alone=_ratio(step_s, _by_turn(taken, _beside_s)) if case in NEARLY_ALONE else None,
             sent_bytes=median(block["sent_bytes_per_step"] for block in taken),
             sent_packets=median(block["sent_packets_per_step"] for block in taken),
             rounds_per_step=median(block["rounds_per_step"] for block in taken),
@@ -183,6 +181,10 @@ def growth(
 
 def _step_s(block: dict[str, Any]) -> float:
     return float(block["step_s"])
+
+
+def _beside_s(block: dict[str, Any]) -> float:
+    return float(block["beside_s"])
 
 
 def _work_s(block: dict[str, Any]) -> float:

@@ -92,6 +92,9 @@ _QADAM_LR = 1e-8
 finite is left out."""
 _LONGER_ALONE = 3
 """Turns of `alone`: those held against it are long, and the machine is not the same every second."""
+NEARLY_ALONE = (AsyncModelAverage.name, "diloco_overlapped")
+"""Held against `alone`, which has a turn right before each of theirs and one right after it: the machine is
+not the same every minute, either."""
 _STEPS_OF_ROUNDS = 1000
 """Rounds of `async_model_average` start some hundred steps apart."""
 
@@ -114,6 +117,8 @@ class Block:
     """Of `alone`, the ranks' mean: from the begin of a step until the first gradient is there."""
     optimizer_s: float = 0.0
     """Likewise, the optimizer's part."""
+    beside_s: float = 0.0
+    """Of those held against `alone`: seconds of its step, before and after."""
     busy: float = 0.0
     """The share of the turn in which this machine's cores did something, whoever asked for it."""
 
@@ -383,11 +388,18 @@ def compete(
     with _turn(baton):
         trainings = {case: make_training(case, model_name, gloo) for case in cases}
         lengths = {case: _length(case, training, block_s, lead_s) for case, training in trainings.items()}
+    held = [case for case in cases if case in NEARLY_ALONE and "alone" in cases]
     blocks = []
     for number in range(rounds):
-        for case in rotated(cases, number):
+        for case in rotated([case for case in cases if case != "alone" or not held], number):
             with _turn(baton):
-                blocks.append(_block(case, number, lengths[case], trainings[case]))
+                if case not in held:
+                    blocks.append(_block(case, number, lengths[case], trainings[case]))
+                    continue
+                before_s = timed(trainings["alone"], lengths["alone"].counted)
+                block = _block(case, number, lengths[case], trainings[case])
+                after_s = timed(trainings["alone"], lengths["alone"].counted)
+                blocks.append(replace(block, beside_s=fmean((before_s, after_s))))
     with _turn(baton):
         pass  # All jobs are done: so would their ends be.
     return blocks

@@ -291,17 +291,8 @@ def test_pairs_are_of_one_job_and_parts_of_a_step_of_jobs_with_nothing_else() ->
     def block(job: int, case: str, number: int, step_s: float) -> dict[str, Any]:
         sent = {"sent_bytes_per_step": 132.0, "sent_packets_per_step": 1.0, "rounds_per_step": 1.0}
         sent["busy"] = 0.5
-        parts = {"until_gradients_s": step_s / 2, "optimizer_s": step_s / 4}
-        by_itself = job in (0, 3)
-        return {
-            "job": job,
-            "by_itself": by_itself,
-            "case": case,
-            "round": number,
-            "step_s": step_s,
-            **sent,
-            **parts,
-        }
+        parts = {"until_gradients_s": step_s / 2, "optimizer_s": step_s / 4, "beside_s": 0.5}
+        return {"job": job, "case": case, "round": number, "step_s": step_s, **sent, **parts}
 
     turns = [
         (0, "alone", 0, 0.1),
@@ -309,7 +300,6 @@ def test_pairs_are_of_one_job_and_parts_of_a_step_of_jobs_with_nothing_else() ->
         *(
             (2, "ddp", 0, 40.0),
             (2, "sparse", 0, 4.0),
-            (2, "alone", 0, 0.5),
             (2, "async_model_average", 0, 0.6),
         ),
         (3, "alone", 0, 0.3),
