@@ -80,9 +80,7 @@ void Link::resume() {
 }
 
 // It was idle and has a small window: a message would wait for a large chunk there.
-void Link::beginWith(Stream& stream) {
-  setShare(stream, std::min(kLeastShareBytes, settings_.chunkBytes));
-}
+void Link::beginWith(Stream& stream) { setShare(stream, std::min(kLeastShareBytes, settings_.chunkBytes)); }
 
 void Link::onFull(Stream& stream) {
   stream.isWritable = false;
