@@ -347,11 +347,11 @@ def test_all_streams_are_used_after_a_rest_until_windows_have_grown() -> None:
     link = StreamProbe()
     link.observe(3, queueing_us=20_000)
     link.rest(2)
-    link.resume(trip_us=20_000)
+    link.resume(trip_us=40_000)
     # Windows that grow leave the line empty: that is no sign of a stream that is held back.
-    link.observe(5, queueing_us=300)
+    link.observe(11, queueing_us=300)
     link.observe(5, queueing_us=20_000)
-    assert link.used() == [1] * 3 + [4] * 5 + [1] * 5
+    assert link.used() == [1] * 3 + [4] * 11 + [1] * 5
 
 
 def test_one_stream_goes_on_after_a_rest_on_a_short_way() -> None:

@@ -108,7 +108,7 @@ def test_all_streams_of_a_long_way_are_used_after_a_rest(
         for process in processes:
             assert float(last_line(process).split()[0]) > 0
     at_rest = [
-        connections for connections, looks in groupby(sent) if len(connections) > 1 and len(list(looks)) > 10
+        connections for connections, looks in groupby(sent) if len(connections) > 1 and len(list(looks)) > 5
     ]
     before, after = at_rest[-2:]
     assert sum(new - old > 20_000 for old, new in zip(before, after, strict=True)) == wanted
