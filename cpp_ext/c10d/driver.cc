@@ -19,8 +19,7 @@ using std::chrono::microseconds;
 
 namespace {
 
-// How long a thread that waits for a message sleeps between two looks while another thread is in a
-// collective.
+// How long a thread that waits for a message sleeps between two looks while another one is in a collective.
 constexpr microseconds kFirstLook{50};
 constexpr microseconds kLastLook{10'000};
 
@@ -128,6 +127,9 @@ void Driver::post(const std::shared_ptr<Transfer>& transfer) {
   this->communicator(lock);
   transfers_.push_back(transfer);
   transfer->listed_ = true;
+  if (inCollective_) {
+    transfer->attend(false);
+  }
   ++numPosted_;
   if (!driven_ && queue_.empty()) {
     // A short message is often through at once.
@@ -161,9 +163,9 @@ bool Driver::wait(Transfer& transfer, Clock::time_point deadline) {
     }
     handOver(lock);
   }
-  // The message may come to its end while another thread is in a collective, which cannot tell.
+  // Whoever drives tells, but not while it is in a collective.
   for (microseconds interval = kFirstLook;; interval = std::min(2 * interval, kLastLook)) {
-    if (transfer.waitUntil(std::min(deadline, Clock::now() + interval))) {
+    if (transfer.waitUntil(deadline, interval)) {
       return true;
     }
     Lock lock(mutex_);
@@ -265,9 +267,11 @@ void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
     const std::shared_ptr<Collective> next = std::move(queue_.front());
     queue_.pop_front();
     running_ = next->allReduce_;
+    attendMessages(lock, false);
     lock.unlock();
     auto error = execute(*next);
     lock.lock();
+    attendMessages(lock, true);
     giveOverdueBeat(lock);
     next->listed_ = false;
     ended.push_back({next, std::move(error)});
@@ -286,6 +290,14 @@ void Driver::step(Lock& lock, Clock::time_point sleepUntil) {
     }
   }
   leave(lock, std::move(ended));
+}
+
+// Who runs a collective moves messages, too, but does not look at which have ended.
+void Driver::attendMessages(const Lock& /*lock*/, bool isAttended) {
+  inCollective_ = !isAttended;
+  for (const auto& transfer : transfers_) {
+    transfer->attend(isAttended);
+  }
 }
 
 // Moves messages, and gives a sign of life if one is due.

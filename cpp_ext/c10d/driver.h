@@ -93,6 +93,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   std::exception_ptr execute(Collective& collective) noexcept;
   std::optional<Collective::AllReduce> findNext();
   bool moveMessages() noexcept;
+  void attendMessages(const Lock& lock, bool isAttended);
   bool look(Lock& lock);
   void giveOverdueBeat(Lock& lock);
   void takeEnded(std::vector<Ended>& ended);
@@ -121,6 +122,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // What is known of the collective that runs.
   std::optional<Collective::AllReduce> running_;
   std::vector<std::shared_ptr<Transfer>> transfers_;
+  bool inCollective_ = false;
   // Groups that this one vouches for.
   std::vector<std::weak_ptr<Driver>> others_;
   uint64_t numPosted_ = 0;

@@ -31,6 +31,22 @@ bool Operation::waitUntil(Clock::time_point deadline) const {
   return done_;
 }
 
+bool Operation::waitUntil(Clock::time_point deadline, Clock::duration look) const {
+  const auto isOver = [this] { return done_ || abandoned_; };
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, deadline, [&] { return isOver() || !attended_; });
+  changed_.wait_until(lock, std::min(deadline, Clock::now() + look), isOver);
+  return done_;
+}
+
+void Operation::attend(bool isAttended) {
+  const std::scoped_lock lock(mutex_);
+  attended_ = isAttended;
+  if (!isAttended) {
+    changed_.notify_all();
+  }
+}
+
 void Operation::abandon() {
   const std::scoped_lock lock(mutex_);
   abandoned_ = true;

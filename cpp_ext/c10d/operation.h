@@ -27,6 +27,8 @@ class Operation {
 
   // False: `deadline` has passed first, or it was abandoned.
   bool waitUntil(Clock::time_point deadline) const;
+  // The same, but for no longer than `look` once nobody could tell that it has ended.
+  bool waitUntil(Clock::time_point deadline, Clock::duration look) const;
 
   // Ends the waits for it, now and later. The operation itself goes on.
   void abandon();
@@ -41,6 +43,8 @@ class Operation {
   // Before the end: lets go of what is kept for the operation alone (buffers). Returns `error`, or what it
   // failed with itself.
   virtual std::exception_ptr close(std::exception_ptr error) noexcept = 0;
+  // Whether somebody sees at once that it has ended; if not, who waits has to look.
+  void attend(bool isAttended);
   // Ends it, and the waits for it. Returns what is to be called now.
   std::vector<std::function<void()>> end(std::exception_ptr error) noexcept;
 
@@ -48,6 +52,7 @@ class Operation {
   mutable std::condition_variable changed_;
   bool done_ = false;
   bool abandoned_ = false;
+  bool attended_ = true;
   std::exception_ptr error_;
   std::vector<std::function<void()>> then_;
   // In one of the driver's lists; guarded by the driver's mutex.

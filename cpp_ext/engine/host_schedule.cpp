@@ -260,11 +260,10 @@ class HostSchedule final : public Schedule {
     if (tasks_[task].isLast) {
       tracks_.final(tasks_[task].bucket);
     }
-    {
-      const std::scoped_lock lock(mutex_);
-      ++completed_;
+    const std::scoped_lock lock(mutex_);
+    if (++completed_ == launched_) {
+      done_.notify_all();
     }
-    done_.notify_all();
   }
 
   void complete(size_t task) {
