@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.ranks import run_ranks, run_ranks_to_the_end
+from tests.comm.ranks import GROUP_TIMEOUT, run_ranks, run_ranks_to_the_end
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
@@ -107,6 +107,62 @@ def beside_collectives() -> None:
     assert total.tolist() == [2.0] * 3
 
 
+def before_a_collective() -> None:
+    """Rank 0's thread waits for a message before the all-reduce begins that the message comes in."""
+    rank = dist.get_rank()
+    total, word = torch.ones(3), torch.zeros(10)
+    if rank == 0:
+
+        def answer() -> None:
+            work = dist.irecv(word, 1)
+            # Longer than the all-reduce, which cannot end before there is an answer.
+            assert work is not None and work.wait(2 * GROUP_TIMEOUT)
+            dist.send(word + 1, 1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        time.sleep(0.3)
+        dist.all_reduce(total)
+        thread.join()
+    else:
+        time.sleep(0.6)
+        dist.send(torch.ones(10), 0)
+        dist.recv(word, 0)
+        assert word[0] == 2
+        dist.all_reduce(total)
+    assert total.tolist() == [2.0] * 3
+
+
+def switches_while_two_threads_wait() -> list[int]:
+    """Of each, while it waits for a message that comes a second late."""
+    tags, found = (1, 2), torch.zeros(2, 10)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        for tag in tags:
+            dist.send(torch.ones(10), 0, tag=tag)
+        return []
+    counts = [0, 0]
+
+    def wait(tag: int) -> None:
+        before = switches()
+        dist.recv(found[tag - 1], 1, tag=tag)
+        counts[tag - 1] = switches() - before
+
+    threads = [threading.Thread(target=wait, args=(tag,)) for tag in tags]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found, torch.ones(2, 10))
+    return counts
+
+
+def switches() -> int:
+    """How often the calling thread has gone to sleep."""
+    status = Path(f"/proc/self/task/{threading.get_native_id()}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
 def from_many_threads() -> None:
     rank = dist.get_rank()
     failures: list[BaseException] = []
@@ -165,8 +221,14 @@ def test_batches_go_round_a_ring() -> None:
     run_ranks(batches_both_ways, 3)
 
 
-def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
-    run_ranks(beside_collectives, 2)
+@pytest.mark.parametrize("check", [beside_collectives, before_a_collective], ids=lambda c: c.__name__)
+def test_messages_and_collectives_do_not_wait_for_each_other(check: object) -> None:
+    run_ranks(check, 2)  # type: ignore[arg-type]
+
+
+def test_who_waits_for_a_message_sleeps_until_it_comes() -> None:
+    counts, _ = run_ranks(switches_while_two_threads_wait, 2)
+    assert all(0 < count < 30 for count in counts), counts
 
 
 def test_threads_talk_beside_collectives() -> None:
