@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
     # average is applied 20 steps after it set out, as there.
     "diloco_int8": Case(algorithm=DiLoCo(local_steps=20, outer_momentum=0.5, wire="int8"), synchronous=False),
     "diloco_overlapped": Case(
-        algorithm=DiLoCo(local_steps=40, outer_momentum=0.5, wire="int8", fragments=4, delay_steps=20),
+        algorithm=DiLoCo(local_steps=40, outer_momentum=0.5, wire="int4", fragments=4, delay_steps=20),
         synchronous=False,
     ),
     "async_model_average": Case(algorithm=AsyncModelAverage(sync_interval_ms=100), synchronous=False),

@@ -41,6 +41,7 @@ _CODED_GRADIENTS: dict[str, int | str] = {
     "sparse_16th": "1/16",
 }
 _CODED_NEIGHBOURS = {"low_precision_decentralized": 8, "low_precision_decentralized_4bit": 4}
+_CODED_CHANGES = {"diloco_int8": 8, "diloco_overlapped": 4}
 _WAITING = ("local_sgd", "diloco", "diloco_int8")
 """Who averages at the end of a step, and goes on when that is done."""
 _FRAGMENTS = 4
@@ -236,8 +237,8 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
     if base in ("async_model_average", "local_sgd", "diloco"):
         whole = _all_reduce(cluster, size_bytes, by_rail=not is_ring or level != "flat", is_ring=is_ring)
         return _times(whole, rounds_per_step, behind=behind)
-    if base in ("diloco_int8", "diloco_overlapped"):
-        coded = _direct(cluster, size_bytes * _ratio(8), by_rail=level != "flat")
+    if base in _CODED_CHANGES:
+        coded = _direct(cluster, size_bytes * _ratio(_CODED_CHANGES[base]), by_rail=level != "flat")
         rounds = rounds_per_step / (_FRAGMENTS if base == "diloco_overlapped" else 1)
         return _times(coded, rounds, behind=behind)
     return None

@@ -65,7 +65,7 @@ VARIANTS: dict[str, Algorithm] = {
     "decentralized_shift_one": Decentralized(peer_selection_mode="shift_one"),
     "decentralized_exponential": Decentralized(peer_selection_mode="exponential"),
     "diloco_int8": DiLoCo(wire="int8"),
-    "diloco_overlapped": DiLoCo(wire="int8", fragments=4, delay_steps=20),
+    "diloco_overlapped": DiLoCo(wire="int4", fragments=4, delay_steps=20),
     "qadam": QAdam(),
     "qadam_1bit": QAdam(bits=1),
     "qadam_run": QAdam(),

@@ -23,8 +23,9 @@ from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError
 
-_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.float32}
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.float32, "int4": torch.float32}
 """What changes are converted to before they are sent, or coded."""
+_CODED = {"int8": Wire.MINMAX8, "int4": Wire.MINMAX4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,9 @@ class DiLoCo(Algorithm):
     outer_momentum: float = 0.9
     """The paper's; 0 is plain SGD, which with outer_lr=1 is an average of the weights."""
     wire: str = "fp32"
-    """What changes travel as: fp32 (float64 as it is); bf16, which the backend sums in bf16; or int8, on a
-    grid of 255 steps for each 2048 numbers, coded twice and summed in fp32."""
+    """What changes travel as: fp32 (float64 as it is); bf16, which the backend sums in bf16; int8 or int4, on
+    a grid of 255 or 15 steps for each 2048 numbers, coded twice and summed in fp32. The streaming paper sends
+    4 bits, of floating point."""
     fragments: int = 1
     """Parts of the model that take turns, local_steps / fragments steps apart: lower peaks on the wire."""
     delay_steps: int = 0
@@ -192,8 +194,9 @@ class OuterStepper(Stepper):
 
     def _start(self, fragment: _Fragment) -> Pending | CodedReduction:
         change = fragment.change(_WIRES[self._settings.wire])
-        if self._settings.wire == "int8" and change:
-            return start_coded_average(self, change, Wire.MINMAX8)
+        coded = _CODED.get(self._settings.wire)
+        if coded is not None and change:
+            return start_coded_average(self, change, coded)
         return self.average(change)
 
     def _make_room(self) -> None:

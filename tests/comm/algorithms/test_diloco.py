@@ -93,14 +93,31 @@ def test_fragments_take_turns_and_each_is_equal_on_all_ranks_after_its_own() -> 
             assert row[second].any() == (step % 4 != 3), step
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_a_shorter_wire_stays_close_and_replicas_bit_identical(wire: str) -> None:
+@pytest.mark.parametrize(("wire", "within"), [("bf16", 0.03), ("int8", 0.03), ("int4", 0.25)])
+def test_a_shorter_wire_stays_close_and_replicas_bit_identical(wire: str, within: float) -> None:
     found = run_for_tensors(train, 3, DiLoCo(local_steps=3, wire=wire), 9)
     expected = simulate(3, 9, after_step=PlainOuter(DiLoCo(local_steps=3)))
     for step in (2, 5, 8):
         assert all(torch.equal(found[0][step], other[step]) for other in found[1:])
         moved = (expected[step] - weights_of(Net())).abs().max()
-        assert (found[0][step] - expected[step, 0]).abs().max() < 0.03 * moved
+        assert (found[0][step] - expected[step, 0]).abs().max() < within * moved
+
+
+def bytes_of_an_outer_step(wire: str) -> torch.Tensor:
+    layer = torch.nn.Linear(128, 128, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    model = DistributedDataParallel(layer, optimizers=[optimizer], algorithm=DiLoCo(local_steps=1, wire=wire))
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+    return torch.tensor(model.stats().bytes_sent)
+
+
+@pytest.mark.parametrize(
+    ("wire", "block_bytes"), [("fp32", 8192), ("bf16", 4096), ("int8", 2048 + 8), ("int4", 1024 + 8)]
+)
+def test_bytes_are_those_of_the_wire(wire: str, block_bytes: int) -> None:
+    # 8 blocks; of two ranks each sends half of them, and the sum of the other half.
+    assert run_for_tensors(bytes_of_an_outer_step, 2, wire) == [torch.tensor(8 * block_bytes)] * 2
 
 
 def train_with_and_without_a_cut() -> list[list[torch.Tensor]]:
@@ -163,7 +180,7 @@ def test_a_state_with_other_fragments_is_refused() -> None:
         ({"keep_local": -0.1}, "want 0 <= keep_local <= 1"),
         ({"local_steps": 4, "delay_steps": 4}, "want 0 <= delay_steps <= 3"),
         ({"local_steps": 10, "fragments": 3}, "fragments=3 does not divide local_steps=10"),
-        ({"wire": "int4"}, "wire='int4'; want one of fp32, bf16, int8"),
+        ({"wire": "int2"}, "wire='int2'; want one of fp32, bf16, int8, int4"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, Any], message: str) -> None:
