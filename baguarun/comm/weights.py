@@ -29,7 +29,8 @@ class FlatWeights:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         _refuse_overlap(parameters)
         self.buffers: list[torch.Tensor] = []
-        self._placed: list[tuple[str, nn.Parameter, torch.Tensor]] = []
+        # With its address and shape: `check` comes once a step.
+        self._placed: list[tuple[str, nn.Parameter, int, torch.Size]] = []
         self._spare: list[list[torch.Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for _, parameter in parameters):
             self._place([(name, found) for name, found in parameters if found.dtype == dtype])
@@ -59,12 +60,13 @@ class FlatWeights:
 
     def check(self) -> None:
         """Raise `UsageError` if a parameter no longer lives in its buffer."""
-        for name, parameter, view in self._placed:
-            if parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+        for name, parameter, address, shape in self._placed:
+            if parameter.data_ptr() != address or parameter.shape != shape:
+                was = f"{list(shape)} on {self.buffers[0].device}"
                 raise UsageError(
-                    f"parameter '{name}' was {list(view.shape)} on {view.device} when it was wrapped and has "
-                    f"been moved or replaced since; it is {list(parameter.shape)} on {parameter.device} now. "
-                    "Wrap the model again after changing it"
+                    f"parameter '{name}' was {was} when it was wrapped and has been moved or replaced since; "
+                    f"it is {list(parameter.shape)} on {parameter.device} now. Wrap the model again after "
+                    "changing it"
                 )
 
     def _place(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -78,7 +80,7 @@ class FlatWeights:
             view = buffer.as_strided(parameter.shape, parameter.stride(), start)
             view.copy_(parameter.detach())
             parameter.data = view
-            self._placed.append((name, parameter, view))
+            self._placed.append((name, parameter, view.data_ptr(), view.shape))
         self.buffers.append(buffer)
 
 
