@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,6 +97,9 @@ _LONGER_ALONE = 3
 NEARLY_ALONE = (AsyncModelAverage.name, "diloco_overlapped")
 """Held against `alone`, which has a turn right before each of theirs and one right after it: the machine is
 not the same every minute, either."""
+_STEPS_BESIDE = 400
+"""Of those, in a turn. A hundred steps, over those of `alone` before and after, have a standard deviation of
+3 %: who repeats itself so soon has several short turns in one, with `alone` in between."""
 _STEPS_OF_ROUNDS = 1000
 """Rounds of `async_model_average` start some hundred steps apart."""
 
@@ -393,13 +398,12 @@ def compete(
     for number in range(rounds):
         for case in rotated([case for case in cases if case != "alone" or not held], number):
             with _turn(baton):
-                if case not in held:
-                    blocks.append(_block(case, number, lengths[case], trainings[case]))
-                    continue
-                before_s = timed(trainings["alone"], lengths["alone"].counted)
-                block = _block(case, number, lengths[case], trainings[case])
-                after_s = timed(trainings["alone"], lengths["alone"].counted)
-                blocks.append(replace(block, beside_s=fmean((before_s, after_s))))
+                block = functools.partial(_block, case, number, lengths[case], trainings[case])
+                if case in held:
+                    alone = trainings["alone"], lengths["alone"]
+                    blocks.append(_between(block, lengths[case], *alone))
+                else:
+                    blocks.append(block())
     with _turn(baton):
         pass  # All jobs are done: so would their ends be.
     return blocks
@@ -445,6 +449,26 @@ def _block(case: str, number: int, length: Length, training: Training) -> Block:
     busy = 1 - (idle_after - idle_before) / ticks if ticks else 0.0
     block = Block(case, number, steps, step_s, moved, packets, rate, busy=busy)
     return take_apart(block, training) if case == "alone" else block
+
+
+def _between(block: Callable[[], Block], length: Length, alone: Training, longest: Length) -> Block:
+    """Short turns of `length`, each between two of `alone`'s that are no longer, as one: the means."""
+    alone_steps = min(longest.counted, length.counted)
+    alone_s = [timed(alone, alone_steps)]
+    blocks = []
+    for _ in range(math.ceil(_STEPS_BESIDE / length.counted)):
+        blocks.append(block())
+        alone_s.append(timed(alone, alone_steps))
+    return replace(
+        blocks[0],
+        steps=sum(each.steps for each in blocks),
+        step_s=fmean(each.step_s for each in blocks),
+        sent_bytes_per_step=fmean(each.sent_bytes_per_step for each in blocks),
+        sent_packets_per_step=fmean(each.sent_packets_per_step for each in blocks),
+        rounds_per_step=fmean(each.rounds_per_step for each in blocks),
+        beside_s=fmean(map(fmean, pairwise(alone_s))),
+        busy=fmean(each.busy for each in blocks),
+    )
 
 
 def take_apart(block: Block, training: Training) -> Block:

@@ -26,9 +26,12 @@ def test_a_turn_is_as_long_as_asked_however_long_its_end_takes(
     assert 0.75 * 2.5 <= length.counted * _STEP_S + end_s <= 1.25 * 2.5
 
 
-def test_who_is_held_against_training_alone_has_it_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_held_against_training_alone_has_it_before_and_after_each_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken = []
-    alone_s = iter([0.1, 0.3])
+    alone_s = iter([0.1, 0.3, 0.5])
+    steps_s = iter([0.4, 0.4, 0.6])
 
     def timed(training: Any, steps: int) -> float:
         assert steps == 7
@@ -37,14 +40,20 @@ def test_who_is_held_against_training_alone_has_it_before_and_after(monkeypatch:
 
     def block(case: str, number: int, length: step_worker.Length, training: Any) -> step_worker.Block:
         taken.append(training)
-        return step_worker.Block(case, number, length.counted, 0.4, 0.0)
+        return step_worker.Block(case, number, length.counted, next(steps_s), 0.0)
 
     monkeypatch.setattr(step_worker.dist, "new_group", lambda **_: None)
     monkeypatch.setattr(step_worker.dist, "barrier", lambda: None)
     monkeypatch.setattr(step_worker, "make_training", lambda case, *_: case)
-    monkeypatch.setattr(step_worker, "_length", lambda *_: step_worker.Length(0, 7))
+    monkeypatch.setattr(
+        step_worker, "_length", lambda case, *_: step_worker.Length(0, 9 if case == "alone" else 7)
+    )
+    monkeypatch.setattr(step_worker, "_STEPS_BESIDE", 14)
     monkeypatch.setattr(step_worker, "timed", timed)
     monkeypatch.setattr(step_worker, "_block", block)
     blocks = step_worker.compete(["ddp", "alone", "async_model_average"], "mlp", 1, 1.0, 0.0, None)
-    assert taken == ["ddp", "alone", "async_model_average", "alone"]
-    assert [(each.case, each.beside_s) for each in blocks] == [("ddp", 0.0), ("async_model_average", 0.2)]
+    assert taken == ["ddp", "alone", "async_model_average", "alone", "async_model_average", "alone"]
+    assert [(each.case, each.steps, each.step_s, each.beside_s) for each in blocks] == [
+        ("ddp", 7, 0.4, 0.0),
+        ("async_model_average", 14, 0.5, pytest.approx(0.3)),
+    ]
