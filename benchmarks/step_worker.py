@@ -400,8 +400,7 @@ def compete(
             with _turn(baton):
                 block = functools.partial(_block, case, number, lengths[case], trainings[case])
                 if case in held:
-                    alone = trainings["alone"], lengths["alone"]
-                    blocks.append(_between(block, lengths[case], *alone))
+                    blocks.append(_between(block, lengths[case], trainings["alone"], lengths["alone"]))
                 else:
                     blocks.append(block())
     with _turn(baton):

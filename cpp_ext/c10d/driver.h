@@ -122,6 +122,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // What is known of the collective that runs.
   std::optional<Collective::AllReduce> running_;
   std::vector<std::shared_ptr<Transfer>> transfers_;
+  // Who drives is in a collective: those who wait for one of these look by themselves.
   bool inCollective_ = false;
   // Groups that this one vouches for.
   std::vector<std::weak_ptr<Driver>> others_;

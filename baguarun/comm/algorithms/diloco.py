@@ -26,6 +26,7 @@ from baguarun.errors import UsageError
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.float32, "int4": torch.float32}
 """What changes are converted to before they are sent, or coded."""
 _CODED = {"int8": Wire.MINMAX8, "int4": Wire.MINMAX4}
+"""Those that are coded, and how."""
 
 
 @dataclass(frozen=True, kw_only=True)
