@@ -6,13 +6,15 @@ Processes are forked from a server that has imported torch once, so a World of f
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,6 +45,13 @@ class Outcome:
     error: BaseException | None = None
     traceback: str = ""
     died: bool = False
+    exit_code: int | None = None
+    """Negative for a signal."""
+
+    def __str__(self) -> str:
+        if self.died and self.exit_code is not None and self.exit_code < 0:
+            return f"killed by {signal.Signals(-self.exit_code).name}"
+        return f"died with exit code {self.exit_code}" if self.died else self.traceback
 
 
 def run_ranks(
@@ -58,7 +67,7 @@ def run_ranks(
     )
     # Of all that failed: the one that others failed because of may be any of them.
     failures = [
-        f"rank {rank} of {world_size}: {outcome.traceback or 'died'}"
+        f"rank {rank} of {world_size}: {outcome}"
         for rank, outcome in enumerate(outcomes)
         if outcome.error is not None or outcome.died
     ]
@@ -100,7 +109,10 @@ def run_ranks_to_the_end(
                 if process.is_alive():
                     process.kill()
                     process.join()
-    return outcomes
+    return [
+        replace(outcome, exit_code=process.exitcode)
+        for outcome, process in zip(outcomes, processes, strict=True)
+    ]
 
 
 def leave_together(store: dist.Store, rank: int, world_size: int) -> None:
@@ -149,6 +161,8 @@ def _work(
 
     import baguarun.comm.backend  # noqa: F401  (makes baguanet known)
 
+    # Of one that crashes, where each of its threads was.
+    faulthandler.enable()
     rank, world_size, backend = place
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
