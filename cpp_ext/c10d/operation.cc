@@ -58,6 +58,17 @@ bool Operation::isAbandoned() const {
   return abandoned_;
 }
 
+void Operation::beforeDone(std::function<void()> last) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!done_) {
+      last_ = std::move(last);
+      return;
+    }
+  }
+  last();
+}
+
 void Operation::onDone(std::function<void()> then) {
   {
     const std::scoped_lock lock(mutex_);
@@ -71,7 +82,13 @@ void Operation::onDone(std::function<void()> then) {
 
 std::vector<std::function<void()>> Operation::end(std::exception_ptr error) noexcept {
   error = close(std::move(error));
-  const std::scoped_lock lock(mutex_);
+  std::unique_lock lock(mutex_);
+  while (const auto last = std::exchange(last_, nullptr)) {
+    // Without the lock, for it may look at the operation.
+    lock.unlock();
+    last();
+    lock.lock();
+  }
   done_ = true;
   error_ = std::move(error);
   changed_.notify_all();

@@ -34,6 +34,10 @@ class Operation {
   void abandon();
   bool isAbandoned() const;
 
+  // Calls `last` on the thread that ends it, before anybody can see that it has ended; at once if that has
+  // been.
+  void beforeDone(std::function<void()> last);
+
   // Calls `then` after the end, on the thread that ends it; at once if that has been.
   void onDone(std::function<void()> then);
 
@@ -54,6 +58,7 @@ class Operation {
   bool abandoned_ = false;
   bool attended_ = true;
   std::exception_ptr error_;
+  std::function<void()> last_;
   std::vector<std::function<void()>> then_;
   // In one of the driver's lists; guarded by the driver's mutex.
   bool listed_ = false;

@@ -50,9 +50,9 @@ Work::Work(int rank, ::c10d::OpType type, Parts parts, const char* title,
            const std::optional<std::vector<at::Tensor>>& inputs)
     : ::c10d::Work(rank, type, title, inputs), parts_(std::move(parts)) {
   if (recordFunctionEndCallback_) {
-    // Only the profiler wants it.
+    // Only the profiler wants it, and may be gone once somebody has waited for this.
     auto& operation = parts_.collective ? static_cast<Operation&>(*parts_.collective) : *parts_.transfer;
-    operation.onDone(std::move(recordFunctionEndCallback_));
+    operation.beforeDone(std::move(recordFunctionEndCallback_));
   }
 }
 

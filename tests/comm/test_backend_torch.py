@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from baguarun.comm.ddp import DistributedDataParallel as OurDistributedDataParallel
 from tests.comm.models import loss, mlp
 from tests.comm.ranks import run_ranks
+
+BEFORE_IT_IS_SENT_S = 0.2
+CALLBACK_S = 5
 
 
 def train(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> list[float]:
@@ -160,6 +165,39 @@ def profiled() -> set[str]:
 def test_the_profiler_sees_operations() -> None:
     for names in run_ranks(profiled, 2):
         assert "baguanet:all_reduce" in names
+
+
+def profiled_to_the_end() -> list[float]:
+    """How long each receive took, in us, where another one's callback runs for longer than the profiler."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 is in the collective"])
+        for tag in range(2):
+            dist.send(torch.ones(3), 0, tag=tag)
+        dist.all_reduce(torch.ones(3))
+        return []
+    stopped = threading.Event()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        first, second = (dist.irecv(torch.empty(3), 1, tag=tag) for tag in range(2))
+        assert first is not None and second is not None
+        first.get_future().then(lambda _: stopped.wait(CALLBACK_S))
+        # Both end with this, one after the other.
+        collective = dist.all_reduce(torch.ones(3), async_op=True)
+        assert collective is not None
+        time.sleep(BEFORE_IT_IS_SENT_S)
+        store.set("rank 0 is in the collective", "")
+        for work in (collective, first, second):
+            work.wait()
+    stopped.set()
+    receives = [event for event in profile.events() or [] if event.name == "baguanet:recv"]
+    return [event.time_range.elapsed_us() for event in receives]
+
+
+def test_the_profiler_knows_the_end_of_what_has_been_waited_for() -> None:
+    """If it learnt it later, it might be told of it where it has let go of the event: a crash."""
+    took = run_ranks(profiled_to_the_end, 2)[0]
+    assert len(took) == 2
+    assert all(BEFORE_IT_IS_SENT_S * 1e6 <= each < CALLBACK_S * 1e6 for each in took), took
 
 
 def monitored() -> str:
