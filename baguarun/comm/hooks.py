@@ -96,10 +96,7 @@ class _Exchange:
     def scatter(self, residuals: Residuals | None) -> None:
         """Send chunk r to rank r."""
         self._residuals = residuals
-        chunks = [
-            self._encode(self._values[share], None if residuals is None else residuals.sent[share])
-            for share in self._shares()
-        ]
+        chunks = [self._contribution(rank) for rank in range(self._world_size)]
         own_bytes = chunks[self._rank].numel()
         self._sent, self._received = torch.cat(chunks), self._room_for(own_bytes)
         self._work = dist.all_to_all_single(
@@ -113,14 +110,7 @@ class _Exchange:
 
     def gather(self) -> None:
         """Average the chunks for this rank, in rank order, and send that to all."""
-        own = self._codec.reduce_decode(
-            self._arrived(),
-            self._wire,
-            1.0 / self._world_size,
-            self.own_elements,
-            torch.float32,
-            keep=self._keep,
-        )
+        own = self._average()
         chunk = self._encode(own, None if self._residuals is None else self._residuals.reduced)
         # All send as much as the longest.
         most_bytes = self._codec.encoded_bytes(self._wire, self._stride, keep=self._keep)
@@ -135,6 +125,38 @@ class _Exchange:
             decoded = self._codec.decode(chunk, self._wire, part.numel(), part.dtype, keep=self._keep)
             part.copy_(decoded)
         self.average.set_result(self._values)
+
+    def _contribution(self, rank: int) -> torch.Tensor:
+        """What `rank` gets for its chunk."""
+        values = self._values[self._share(rank)]
+        if self._residuals is None:
+            return self._encode(values, None)
+        if rank == self._rank:
+            # It is summed up as it is; something has to lie in its place.
+            size = self._codec.encoded_bytes(self._wire, values.numel(), keep=self._keep)
+            return torch.zeros(size, dtype=torch.uint8, device=values.device)
+        return self._encode(values, self._residuals.sent[self._share(rank)])
+
+    def _average(self) -> torch.Tensor:
+        """Of this rank's chunk. With error feedback its own part passes no codec, and lacks nothing."""
+        arrived = self._arrived()
+        share = self._share(self._rank)
+        if self._residuals is None:
+            return self._sum(arrived, 1.0 / self._world_size)
+        owed = self._residuals.sent[share]
+        average = self._values[share].float() + owed
+        owed.zero_()
+        others = arrived[: self._rank] + arrived[self._rank + 1 :]
+        if others:
+            average += self._sum(others, 1.0)
+        return average.mul_(1.0 / self._world_size)
+
+    def _sum(self, chunks: list[torch.Tensor], scale: float) -> torch.Tensor:
+        found = self._codec.reduce_decode(
+            chunks, self._wire, scale, self.own_elements, torch.float32, keep=self._keep
+        )
+        assert isinstance(found, torch.Tensor)
+        return found
 
     def _share(self, rank: int) -> slice:
         return slice(rank * self._stride, (rank + 1) * self._stride)

@@ -15,6 +15,7 @@
 #include "engine/buffer_pool.h"
 #include "engine/errors.h"
 #include "engine/host_operation.h"
+#include "engine/own_chunk.h"
 #include "engine/plan.h"
 #include "engine/ranges.h"
 #include "engine/transfers.h"
@@ -22,8 +23,8 @@
 namespace baguarun::engine {
 
 // Scatter-reduce-gather with one message per pair and stage. Plain gradients are sent from and received into
-// the bucket itself; others are encoded on the way out and decoded on the way in, this rank's own chunk
-// included, so that all ranks hold the same bits.
+// the bucket itself; others are encoded on the way out and decoded on the way in, the result of this rank's
+// own chunk included, so that all ranks hold the same bits.
 //
 // Two rounds instead of the 2(n-1) of a ring, and the same bytes: each rank sends 2(n-1)/n of the bucket.
 class PeerExchange final : public HostOperation {
@@ -55,7 +56,6 @@ class PeerExchange final : public HostOperation {
     }
     chunks_.resize(size_);
     contributions_.resize(size_);
-    sources_.resize(size_);
     coded_->want(codedBytes());
     received_->want((size_ - 1) * alignedBytes(chunkBytes(rank_)));
   }
@@ -80,7 +80,9 @@ class PeerExchange final : public HostOperation {
     for (size_t step = 1; step < size_; ++step) {
       receive(chunks_, source(step), Stage::kGather, gatherReceives_);
     }
-    encodeChunk(rank_);
+    if (!resultResidual_.defined()) {
+      encodeChunk(rank_);
+    }
   }
 
   void reduce() override {
@@ -166,9 +168,12 @@ class PeerExchange final : public HostOperation {
       chunks_[peer] = plain_ ? plainChunk(peer) : slice(codedBuffer_, chunkBytes(peer));
     }
     used = 0;
+    sources_.clear();
     for (size_t peer = 0; peer < size_; ++peer) {
       contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(receivedBuffer_, chunkBytes(rank_));
-      sources_[peer] = contributions_[peer].data_ptr();
+      if (peer != rank_ || !resultResidual_.defined()) {
+        sources_.push_back(contributions_[peer].data_ptr());
+      }
     }
   }
 
@@ -237,8 +242,10 @@ class PeerExchange final : public HostOperation {
     }
     const Span span("reduce and encode", "codec", chunkElementBytes(rank_));
     if (resultResidual_.defined()) {
-      codec::reduceDecode(kHost, format_, codec::DType::f32, sources_.data(), size_, scale_, numElements,
-                          sum_.data_ptr());
+      const auto begin = static_cast<int64_t>(layout_.begin(rank_));
+      const auto count = static_cast<int64_t>(numElements);
+      sumOwnChunk(kHost, format_, sources_, flat_.narrow(0, begin, count), residual_.narrow(0, begin, count),
+                  scale_, sum_);
       codec::encodeWithResidual(kHost, format_, codec::DType::f32, sum_.data_ptr(),
                                 resultResidual_.data_ptr<float>(), numElements, chunks_[rank_].data_ptr());
     } else {
@@ -284,6 +291,7 @@ class PeerExchange final : public HostOperation {
   std::vector<at::Tensor> chunks_;
   // What rank p contributes to the own chunk.
   std::vector<at::Tensor> contributions_;
+  // Of them, those that are encoded: with error feedback all but this rank's own.
   std::vector<const void*> sources_;
   Transfers scatterSends_;
   Transfers scatterReceives_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/low_rank_stream.h"
+#include "engine/own_chunk.h"
 #include "engine/plan.h"
 
 namespace baguarun::engine {
@@ -55,8 +56,9 @@ class StreamReduce final : public StreamOperation {
   c10d::AllreduceOptions options_;
 };
 
-// Encode all chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has
-// the size of the largest, as the collectives want equal parts.
+// Encode the chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has
+// the size of the largest, as the collectives want equal parts. With error feedback the own chunk is not
+// encoded, and what all-to-all brings of it is not read.
 class StreamExchange final : public StreamOperation {
  public:
   StreamExchange(const Group& group, const Bucket& bucket)
@@ -77,7 +79,9 @@ class StreamExchange final : public StreamOperation {
     incoming_ = at::zeros({total}, bytes);
     own_ = outgoing_.narrow(0, static_cast<int64_t>(chunkBytes_ * rank_), static_cast<int64_t>(chunkBytes_));
     for (size_t peer = 0; peer < size_; ++peer) {
-      sources_.push_back(chunk(incoming_, peer));
+      if (peer != rank_ || !resultResidual_.defined()) {
+        sources_.push_back(chunk(incoming_, peer));
+      }
     }
     if (resultResidual_.defined()) {
       sum_ = at::empty_like(resultResidual_);
@@ -87,7 +91,9 @@ class StreamExchange final : public StreamOperation {
   void enqueue(c10::Stream stream, uint32_t /*round*/) override {
     const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
     for (size_t peer = 0; peer < size_; ++peer) {
-      encodeChunk(exec, peer);
+      if (peer != rank_ || !resultResidual_.defined()) {
+        encodeChunk(exec, peer);
+      }
     }
     exchange(*group_, incoming_, outgoing_)->wait();
     reduceChunk(exec);
@@ -131,8 +137,10 @@ class StreamExchange final : public StreamOperation {
     }
     void* const result = chunk(outgoing_, rank_);
     if (resultResidual_.defined()) {
-      codec::reduceDecode(exec, format_, codec::DType::f32, sources_.data(), size_, scale_, numElements,
-                          sum_.data_ptr());
+      const auto begin = static_cast<int64_t>(layout_.begin(rank_));
+      const auto count = static_cast<int64_t>(numElements);
+      sumOwnChunk(exec, format_, sources_, flat_.narrow(0, begin, count), residual_.narrow(0, begin, count),
+                  scale_, sum_);
       codec::encodeWithResidual(exec, format_, codec::DType::f32, sum_.data_ptr(),
                                 resultResidual_.data_ptr<float>(), numElements, result);
     } else {

@@ -75,9 +75,9 @@ class PlainExchange:
         for bucket, names in enumerate(plan):
             flats = [self._contribution(gradients, names, rank) for rank in range(self.world_size)]
             found = self._exchange(flats, bucket)
-            for rank, (flat, sent) in enumerate(zip(flats, found[0], strict=True)):
+            for rank, all_owed in enumerate(found[0]):
                 sizes = [gradients[name][rank].numel() for name in names]
-                for name, owed in zip(names, (flat - sent).split(sizes), strict=True):
+                for name, owed in zip(names, all_owed.split(sizes), strict=True):
                     self._keep(self.residuals[rank], name, owed)
             sizes = [gradients[name][0].numel() for name in names]
             results.update(zip(names, found[1].split(sizes), strict=True))
@@ -98,17 +98,25 @@ class PlainExchange:
             residuals[name] = _finite_or(owed, residuals.get(name))
 
     def _exchange(self, flats: list[torch.Tensor], bucket: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What each rank owes from now on, and what all have."""
         share = -(-flats[0].numel() // self.world_size)
         stride = -(-share // self.chunk_align) * self.chunk_align
-        sent: list[list[torch.Tensor]] = [[] for _ in flats]
+        by_rank: list[list[torch.Tensor]] = [[] for _ in flats]
         results = []
         owed: list[torch.Tensor] = []
         for owner, pieces in enumerate(zip(*(flat.split(stride) for flat in flats), strict=True)):
             decoded = [self.lossy(piece) for piece in pieces]
-            for rank, piece in enumerate(decoded):
-                sent[rank].append(piece)
+            for rank, (piece, sent) in enumerate(zip(pieces, decoded, strict=True)):
+                by_rank[rank].append(piece - sent)
+            if self.feedback:
+                # What its owner contributes itself is not sent, and lacks nothing.
+                by_rank[owner][-1] = torch.zeros_like(pieces[owner])
+                own = [pieces[owner]]
+                decoded.pop(owner)
+            else:
+                own = []
             total = decoded[0].clone()
-            for piece in decoded[1:]:
+            for piece in decoded[1:] + own:
                 total += piece
             total *= torch.tensor(1.0 / self.world_size, dtype=torch.float32)
             before = self.result_residuals[bucket][owner] if self.result_residuals[bucket] else None
@@ -117,7 +125,7 @@ class PlainExchange:
             results.append(self.lossy(total))
             owed.append(_finite_or(total - results[-1], before))
         self.result_residuals[bucket] = owed
-        return [torch.cat(parts) for parts in sent], torch.cat(results)
+        return [torch.cat(parts) for parts in by_rank], torch.cat(results)
 
 
 def _finite_or(owed: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
