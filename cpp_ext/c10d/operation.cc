@@ -69,6 +69,17 @@ void Operation::beforeDone(std::function<void()> last) {
   last();
 }
 
+void Operation::callLast() {
+  std::function<void()> last;
+  {
+    const std::scoped_lock lock(mutex_);
+    last = std::exchange(last_, nullptr);
+  }
+  if (last) {
+    last();
+  }
+}
+
 void Operation::onDone(std::function<void()> then) {
   {
     const std::scoped_lock lock(mutex_);
@@ -83,10 +94,11 @@ void Operation::onDone(std::function<void()> then) {
 std::vector<std::function<void()>> Operation::end(std::exception_ptr error) noexcept {
   error = close(std::move(error));
   std::unique_lock lock(mutex_);
-  while (const auto last = std::exchange(last_, nullptr)) {
-    // Without the lock, for it may look at the operation.
+  while (last_) {
+    // Without the lock: it may look at the operation, and what it lets go of may want Python's lock, which
+    // somebody who asks holds.
     lock.unlock();
-    last();
+    callLast();
     lock.lock();
   }
   done_ = true;

@@ -37,6 +37,8 @@ class Operation {
   // Calls `last` on the thread that ends it, before anybody can see that it has ended; at once if that has
   // been.
   void beforeDone(std::function<void()> last);
+  // Calls that now, where it has not been: nobody waits for the end any more.
+  void callLast();
 
   // Calls `then` after the end, on the thread that ends it; at once if that has been.
   void onDone(std::function<void()> then);

@@ -51,13 +51,18 @@ Work::Work(int rank, ::c10d::OpType type, Parts parts, const char* title,
     : ::c10d::Work(rank, type, title, inputs), parts_(std::move(parts)) {
   if (recordFunctionEndCallback_) {
     // Only the profiler wants it, and may be gone once somebody has waited for this.
-    auto& operation = parts_.collective ? static_cast<Operation&>(*parts_.collective) : *parts_.transfer;
-    operation.beforeDone(std::move(recordFunctionEndCallback_));
+    operation().beforeDone(std::move(recordFunctionEndCallback_));
   }
 }
 
-const Operation& Work::operation() const {
-  return parts_.collective ? static_cast<const Operation&>(*parts_.collective) : *parts_.transfer;
+Work::~Work() {
+  if (!future_) {
+    operation().callLast();
+  }
+}
+
+Operation& Work::operation() const {
+  return parts_.collective ? static_cast<Operation&>(*parts_.collective) : *parts_.transfer;
 }
 
 bool Work::isCompleted() { return operation().isDone(); }
@@ -74,6 +79,19 @@ int Work::sourceRank() const {
 }
 
 bool Work::wait(milliseconds timeout) {
+  try {
+    const bool isDone = waitForEnd(timeout);
+    if (!isDone) {
+      operation().callLast();
+    }
+    return isDone;
+  } catch (...) {
+    operation().callLast();
+    throw;
+  }
+}
+
+bool Work::waitForEnd(milliseconds timeout) {
   if (!operation().isDone()) {
     const net::Waiting waiting;
     if (parts_.transfer) {
@@ -126,10 +144,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     return future_;
   }
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  auto& operation = parts_.collective ? static_cast<Operation&>(*parts_.collective) : *parts_.transfer;
   // Not the work itself: an operation that kept it would keep itself.
-  operation.onDone([future = future_, &operation, outputs = parts_.outputs, label = parts_.label,
-                    group = parts_.driver->group()] {
+  operation().onDone([future = future_, &operation = operation(), outputs = parts_.outputs,
+                      label = parts_.label, group = parts_.driver->group()] {
     if (const auto error = translate(operation.error(), label, group)) {
       future->setError(error);
     } else {

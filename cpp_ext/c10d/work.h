@@ -41,6 +41,11 @@ class Work final : public ::c10d::Work {
 
   Work(int rank, ::c10d::OpType type, Parts parts, const char* title,
        const std::optional<std::vector<at::Tensor>>& inputs);
+  // Where nobody waits for the end any more, by a future neither, the profiler is told of it now: it may be
+  // gone when it comes.
+  ~Work() override;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -61,7 +66,8 @@ class Work final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  const Operation& operation() const;
+  Operation& operation() const;
+  bool waitForEnd(std::chrono::milliseconds timeout);
   bool waitForMessage(std::chrono::milliseconds timeout);
 
   const Parts parts_;

@@ -200,6 +200,34 @@ def test_the_profiler_knows_the_end_of_what_has_been_waited_for() -> None:
     assert all(BEFORE_IT_IS_SENT_S * 1e6 <= each < CALLBACK_S * 1e6 for each in took), took
 
 
+def profiled_and_given_up() -> list[float]:
+    """How long each receive took, in us, of which one was given up and one dropped."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["the profiler is gone"])
+        for tag in range(2):
+            dist.send(torch.ones(3), 0, tag=tag)
+        dist.barrier()
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        given_up, dropped = (dist.irecv(torch.empty(3), 1, tag=tag) for tag in range(2))
+        assert given_up is not None
+        with pytest.raises(RuntimeError, match="timed out"):
+            given_up.wait(timedelta(seconds=BEFORE_IT_IS_SENT_S))
+        del dropped
+    store.set("the profiler is gone", "")
+    given_up.wait()
+    dist.barrier()
+    receives = [event for event in profile.events() or [] if event.name == "baguanet:recv"]
+    return [event.time_range.elapsed_us() for event in receives]
+
+
+def test_the_profiler_is_told_of_what_nobody_waits_for_any_more() -> None:
+    took = run_ranks(profiled_and_given_up, 2)[0]
+    assert len(took) == 2
+    assert all(each >= BEFORE_IT_IS_SENT_S * 1e6 for each in took), took
+
+
 def monitored() -> str:
     group = dist.group.WORLD
     assert group is not None
