@@ -27,7 +27,6 @@ def take_engine_state(engine: Any, parameters: Named, group: dist.ProcessGroup) 
             for name, residual in zip(names, found.residuals, strict=True)
             if residual.numel() > 0
         },
-        "result_residuals": found.result_residuals,
         "rank": dist.get_rank(group),
         "world_size": dist.get_world_size(group),
     }
@@ -48,19 +47,13 @@ def load_engine_state(
             f"the algorithm's state is of another model: {', '.join(differing[:10])} in one of them only"
         )
     residuals = _residuals(engine, parameters, group, state)
-    taken = engine.load_state(
+    engine.load_state(
         extension.EngineState(
             order=[index_of[name] for name in state["order"]],
             order_adopted=state["order_adopted"],
             residuals=residuals,
-            result_residuals=state["result_residuals"] if residuals else [],
         )
     )
-    if not taken:
-        warnings.warn(
-            "what sums owed in the algorithm's state is given up: it was of other buckets or nodes",
-            stacklevel=2,
-        )
 
 
 def _residuals(

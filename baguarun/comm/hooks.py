@@ -3,9 +3,10 @@
     model = torch.nn.parallel.DistributedDataParallel(net)
     model.register_comm_hook(hooks.CodecState(), hooks.onebit)
 
-Each bucket goes through one scatter-reduce-gather: rank r gets share r of every rank's bucket, encoded; sums
-these in fp32, in rank order; and sends the average, encoded, to all. Every rank decodes all shares from what
-was sent, its own too, so that replicas stay bit-equal.
+Each bucket goes through one scatter-reduce-gather: rank r gets share r of every rank's bucket, encoded (with
+error feedback its own as it is, for nobody sends it); sums these in fp32, in rank order; and sends the
+average, encoded, to all. Every rank decodes all shares from what was sent, its own too, so that replicas stay
+bit-equal.
 
 Buckets are a pipeline: while backward computes the next one, the shares of this one are on their way, and the
 averages of the one before. Every rank calls for collectives in one order, from DDP's thread: for a bucket's
@@ -42,10 +43,9 @@ class Residuals:
 
     parameters: tuple[int, ...]
     """`id` of the bucket's parameters."""
-    sent: torch.Tensor
-    """float32, as long as the bucket: of this rank's gradients."""
-    reduced: torch.Tensor
-    """float32, as long as this rank's share: of its averages."""
+    owed: torch.Tensor
+    """float32, as long as the bucket, in units of gradients: in this rank's share what the average lacked,
+    elsewhere what its gradients did."""
 
 
 @dataclass(kw_only=True)
@@ -83,19 +83,19 @@ class _Exchange:
         self._group = state.process_group or dist.group.WORLD
         self._world_size = dist.get_world_size(self._group)
         self._rank = dist.get_rank(self._group)
-        self._residuals: Residuals | None = None
+        self._owed: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._sent = self._received = torch.empty(0)
         blocks = -(-values.numel() // _BLOCK_ELEMENTS)
         self._stride = -(-blocks // self._world_size) * _BLOCK_ELEMENTS
-        self.own_elements = len(range(values.numel())[self._share(self._rank)])
+        self._own = self._share(self._rank)
         devices: list[int | str | torch.device] = [] if values.is_cpu else [values.device]
         self.average: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         """The bucket, overwritten with the average over the ranks."""
 
-    def scatter(self, residuals: Residuals | None) -> None:
-        """Send chunk r to rank r."""
-        self._residuals = residuals
+    def scatter(self, owed: torch.Tensor | None) -> None:
+        """Send chunk r to rank r. `owed`: error feedback, as in `Residuals`."""
+        self._owed = owed
         chunks = [self._contribution(rank) for rank in range(self._world_size)]
         own_bytes = chunks[self._rank].numel()
         self._sent, self._received = torch.cat(chunks), self._room_for(own_bytes)
@@ -109,9 +109,8 @@ class _Exchange:
         )
 
     def gather(self) -> None:
-        """Average the chunks for this rank, in rank order, and send that to all."""
-        own = self._average()
-        chunk = self._encode(own, None if self._residuals is None else self._residuals.reduced)
+        """Average the chunks for this rank and send that to all."""
+        chunk = self._encoded_average()
         # All send as much as the longest.
         most_bytes = self._codec.encoded_bytes(self._wire, self._stride, keep=self._keep)
         self._sent = torch.nn.functional.pad(chunk, (0, most_bytes - chunk.numel()))
@@ -128,32 +127,33 @@ class _Exchange:
 
     def _contribution(self, rank: int) -> torch.Tensor:
         """What `rank` gets for its chunk."""
-        values = self._values[self._share(rank)]
-        if self._residuals is None:
-            return self._encode(values, None)
+        share = self._share(rank)
+        if self._owed is None:
+            return self._encode(self._values[share], None)
         if rank == self._rank:
             # It is summed up as it is; something has to lie in its place.
-            size = self._codec.encoded_bytes(self._wire, values.numel(), keep=self._keep)
-            return torch.zeros(size, dtype=torch.uint8, device=values.device)
-        return self._encode(values, self._residuals.sent[self._share(rank)])
+            size = self._codec.encoded_bytes(self._wire, self._values[share].numel(), keep=self._keep)
+            return torch.zeros(size, dtype=torch.uint8, device=self._values.device)
+        return self._encode(self._values[share], self._owed[share])
 
-    def _average(self) -> torch.Tensor:
-        """Of this rank's chunk. With error feedback its own part passes no codec, and lacks nothing."""
+    def _encoded_average(self) -> torch.Tensor:
+        """Of this rank's chunk, in rank order; with error feedback its own part comes last, and as it is."""
         arrived = self._arrived()
-        share = self._share(self._rank)
-        if self._residuals is None:
-            return self._sum(arrived, 1.0 / self._world_size)
-        owed = self._residuals.sent[share]
-        average = self._values[share].float() + owed
-        owed.zero_()
+        if self._owed is None:
+            return self._encode(self._sum(arrived, 1.0 / self._world_size), None)
+        average = self._values[self._own].float()
         others = arrived[: self._rank] + arrived[self._rank + 1 :]
         if others:
-            average += self._sum(others, 1.0)
-        return average.mul_(1.0 / self._world_size)
+            average = average + self._sum(others, 1.0)
+        owed = self._owed[self._own].mul_(1.0 / self._world_size)
+        chunk = self._encode(average * (1.0 / self._world_size), owed)
+        owed.mul_(self._world_size)
+        return chunk
 
     def _sum(self, chunks: list[torch.Tensor], scale: float) -> torch.Tensor:
+        numbers = self._values[self._own].numel()
         found = self._codec.reduce_decode(
-            chunks, self._wire, scale, self.own_elements, torch.float32, keep=self._keep
+            chunks, self._wire, scale, numbers, torch.float32, keep=self._keep
         )
         assert isinstance(found, torch.Tensor)
         return found
@@ -218,7 +218,7 @@ def _averaged(
     # What is left at the first bucket is of a backward that failed.
     under_way = [*(state.under_way if bucket.index() > 0 else []), exchange]
     with _aside(state, values.device):
-        exchange.scatter(_residuals(state, bucket, exchange) if feedback else None)
+        exchange.scatter(_owed(state, bucket) if feedback else None)
         for before in under_way[-2:-1]:
             before.gather()
         for before in under_way[-3:-2]:
@@ -243,15 +243,11 @@ def _aside(state: CodecState, device: torch.device) -> contextlib.AbstractContex
     return torch.cuda.stream(state.stream)
 
 
-def _residuals(state: CodecState, bucket: GradBucket, exchange: _Exchange) -> Residuals:
+def _owed(state: CodecState, bucket: GradBucket) -> torch.Tensor:
     values = bucket.buffer()
     parameters = tuple(id(parameter) for parameter in bucket.parameters())
     found = state.residuals.get(bucket.index())
     if found is None or found.parameters != parameters:
-        found = Residuals(
-            parameters=parameters,
-            sent=torch.zeros(values.numel(), device=values.device),
-            reduced=torch.zeros(exchange.own_elements, device=values.device),
-        )
+        found = Residuals(parameters=parameters, owed=torch.zeros(values.numel(), device=values.device))
         state.residuals[bucket.index()] = found
-    return found
+    return found.owed

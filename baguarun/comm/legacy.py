@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from baguarun.comm.extension import load_extension
-from baguarun.comm.groups import device_of_group, read_worker_env
+from baguarun.comm.groups import device_of_group
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError
 
-_ENGINE_FIELDS = ("order", "order_adopted", "residuals", "result_residuals")
+_ENGINE_FIELDS = ("order", "order_adopted", "residuals")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +62,13 @@ def _engine_state(left: Any, **changed: Any) -> Any:
 
 
 def take_over_engine(engine: Any, legacy: Legacy) -> None:
-    """Let the new `engine` go on. Collective over its group: the order of buckets is rank 0's.
-
-    What this rank's contributions owe stays with it. What its sums owe is given up with a warning, for they
-    are of other numbers now, or of other ranks.
-    """
+    """Let the new `engine` go on, with what this rank owes. Collective over its group: the order of buckets
+    is rank 0's."""
     left = legacy.engine
     engine.keep_committed(legacy.keeps_committed)
     if left is None:
-        left = load_extension().EngineState(
-            order=[], order_adopted=False, residuals=[], result_residuals=[], committed=[]
-        )
-    engine.load_state(_engine_state(left, result_residuals=[], committed=left.committed))
-    if any(residual.any() for residual in left.result_residuals):
-        # The number has Python show it again the next time.
-        warnings.warn(
-            f"error feedback: the World has changed (generation {read_worker_env().generation}), and what "
-            "this rank's sums still owed is given up; what its gradients owe stays",
-            stacklevel=2,
-        )
+        left = load_extension().EngineState(order=[], order_adopted=False, residuals=[], committed=[])
+    engine.load_state(_engine_state(left, committed=left.committed))
 
 
 def source_of(steps: int, group: dist.ProcessGroup) -> tuple[int, int]:

@@ -494,10 +494,7 @@ class DataParallelSession:
         kept = self._stepper or self._memory
         state = {} if kept is None else kept.state_dict()
         if self._keeps_engine_state():
-            of_engine = take_engine_state(self._engine, self._exchanged, self._group)
-            state["engine"] = of_engine
-            if self._stages is not None:
-                of_engine["stage"] = self._stages.entered
+            state["engine"] = take_engine_state(self._engine, self._exchanged, self._group)
         return state
 
     def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
@@ -596,9 +593,6 @@ class DataParallelSession:
             return
         if self._staged is not None and self._stages is not None:
             self._staged.enter()
-            if state.get("stage", self._stages.entered) != self._stages.entered:
-                # Saved just before a stage that begins with sums that owe nothing.
-                state = {**state, "result_residuals": []}
         load_engine_state(load_extension(), self._engine, self._exchanged, self._group, state)
 
     def _warn_of_state(self, what: str) -> None:

@@ -208,16 +208,14 @@ void bindEngineState(py::module_& module) {
   using engine::EngineState;
   py::class_<EngineState>(module, "EngineState")
       .def(py::init([](std::vector<size_t> order, bool orderAdopted, std::vector<at::Tensor> residuals,
-                       std::vector<at::Tensor> resultResiduals, std::vector<at::Tensor> committed) {
-             return EngineState{std::move(order), orderAdopted, std::move(residuals),
-                                std::move(resultResiduals), std::move(committed)};
+                       std::vector<at::Tensor> committed) {
+             return EngineState{std::move(order), orderAdopted, std::move(residuals), std::move(committed)};
            }),
            py::kw_only(), py::arg("order"), py::arg("order_adopted"), py::arg("residuals"),
-           py::arg("result_residuals"), py::arg("committed") = std::vector<at::Tensor>())
+           py::arg("committed") = std::vector<at::Tensor>())
       .def_readonly("order", &EngineState::order)
       .def_readonly("order_adopted", &EngineState::orderAdopted)
       .def_readonly("residuals", &EngineState::residuals)
-      .def_readonly("result_residuals", &EngineState::resultResiduals)
       .def_readonly("committed", &EngineState::committed);
 }
 

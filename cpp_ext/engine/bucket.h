@@ -19,8 +19,8 @@ namespace baguarun::engine {
 enum class OperationKind {
   // The backend's own all-reduce, in the gradient's type.
   kAllReduce,
-  // Every rank receives its chunk from all others, reduces it in rank order in fp32, and sends the result to
-  // all.
+  // Every rank receives its chunk from all others, reduces it in rank order in fp32 (with error feedback, its
+  // own part last), and sends the result to all.
   kScatterReduceGather,
   // Matrices as the products of a few vectors, with error feedback (low_rank_exchange.h).
   kPowerSgd,
@@ -63,12 +63,11 @@ struct Bucket {
   // `flat` lies in memory that the ranks share, on every rank.
   bool shared = false;
   OperationSpec operation;
-  // With error feedback, fp32: what this rank's contributions still owe, for every number, in the units of
-  // gradients; and what the results of this rank's own chunk owe. Else undefined.
+  // With error feedback, fp32: what this rank still owes, for every number, in the units of gradients: in its
+  // own chunk what the result lacks, elsewhere what its contributions do. Else undefined.
   at::Tensor residual;
-  at::Tensor resultResidual;
-  // The residuals of its parameters, of contributions and of low-rank compression, in the parameters' order,
-  // then that of results; null where there are none.
+  // The residuals of its parameters, of the above and of low-rank compression, in the parameters' order; null
+  // where there are none.
   std::shared_ptr<KeptResiduals> kept;
   // What is done to the result of momentum; null: no momentum travels.
   std::shared_ptr<MomentumResult> momentum;

@@ -62,10 +62,8 @@ struct EngineState {
   // A permutation of the parameters, in which they are packed into buckets, and whether it is for good.
   std::vector<size_t> order;
   bool orderAdopted = false;
-  // With error feedback, fp32: by parameter what contributions owe, empty for a parameter without; by bucket
-  // what the results owe that this rank computed.
+  // With error feedback, fp32: by parameter what this rank owes, empty for a parameter without.
   std::vector<at::Tensor> residuals;
-  std::vector<at::Tensor> resultResiduals;
   // As `residuals`, low-rank compression's too, at the last commit; empty if it is not kept.
   std::vector<at::Tensor> committed;
 };
@@ -115,8 +113,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Between rounds; copies.
   EngineState state();
   // Between rounds, collective: takes rank 0's order (an empty one stands for the present), and this rank's
-  // residuals if there are any. False if the results' are given up: they are of other buckets or nodes.
-  bool loadState(const EngineState& state);
+  // residuals if there are any.
+  void loadState(const EngineState& state);
   // At any time outside of backward, for the end of a group some of whose ranks may be dead: gives up the
   // round under way without waiting for anybody, provided the group has been aborted; removes the hooks;
   // drops the parameters' gradients, which lie in the buckets. The last call; what load_state of another
@@ -187,7 +185,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void buildBuckets(std::vector<size_t> order);
   void joinArena();
   void placeBuckets();
-  size_t numReduced(const Bucket& bucket) const;
   void placeResiduals(Bucket& bucket);
   void keepResiduals(Bucket& bucket);
   void gatherCommitted();

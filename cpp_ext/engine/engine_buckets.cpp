@@ -157,30 +157,12 @@ void Engine::placeBuckets() {
   }
 }
 
-// How many numbers of the bucket this rank reduces.
-size_t Engine::numReduced(const Bucket& bucket) const {
-  const auto numElements = static_cast<size_t>(bucket.flat.numel());
-  const int rank = group_->getRank();
-  const auto& rails = bucket.operation.rails;
-  if (!rails) {
-    return ChunkLayout(numElements, static_cast<size_t>(group_->getSize()))
-        .numElements(static_cast<size_t>(rank));
-  }
-  if (rails->rail.empty()) {
-    return 0;
-  }
-  const size_t shard = ChunkLayout(numElements, rails->numRails).numElements(placeOf(rank, rails->node));
-  return ChunkLayout(shard, rails->numNodes).numElements(placeOf(rank, rails->rail));
-}
-
-// Residuals of contributions go with their parameters into the new bucket. Those of results begin anew: each
-// belonged to the rank that reduced that number, which is now another one.
+// Residuals go with their parameters into the new bucket.
 void Engine::placeResiduals(Bucket& bucket) {
   const bool feeds = bucket.operation.errorFeedback;
   if (feeds) {
     const auto fp32 = bucket.flat.options().dtype(at::kFloat);
     bucket.residual = at::zeros({bucket.flat.numel()}, fp32);
-    bucket.resultResidual = at::zeros({static_cast<int64_t>(numReduced(bucket))}, fp32);
   }
   int64_t offset = 0;
   for (const size_t index : bucket.parameters) {

@@ -72,12 +72,6 @@ EngineState Engine::copyState() const {
     state.residuals.push_back(parameter.residual.defined() ? parameter.residual.clone()
                                                            : at::empty({0}, at::kFloat));
   }
-  // A new order is adopted at the next round, and these with it are given up.
-  for (const Bucket& bucket : buckets_) {
-    if (bucket.resultResidual.defined() && !awaitsOrder) {
-      state.resultResiduals.push_back(bucket.resultResidual.clone());
-    }
-  }
   return state;
 }
 
@@ -149,9 +143,6 @@ void Engine::keepResiduals(Bucket& bucket) {
     const bool fits = committed.defined() && residual.defined() && committed.numel() == residual.numel();
     bucket.kept->add(residual, fits ? std::move(committed) : at::Tensor());
   }
-  if (bucket.resultResidual.defined()) {
-    bucket.kept->add(bucket.resultResidual, at::Tensor());
-  }
 }
 
 EngineState Engine::close() {
@@ -181,7 +172,7 @@ EngineState Engine::close() {
   return state;
 }
 
-bool Engine::loadState(const EngineState& state) {
+void Engine::loadState(const EngineState& state) {
   const std::scoped_lock lock(mutex_);
   throwIfRunning("load_state");
   const at::NoGradGuard noGrad;
@@ -205,20 +196,6 @@ bool Engine::loadState(const EngineState& state) {
       parameters_[index].residual.copy_(state.residuals[index]);
     }
   }
-  std::vector<at::Tensor> results;
-  for (const Bucket& bucket : buckets_) {
-    if (bucket.resultResidual.defined()) {
-      results.push_back(bucket.resultResidual);
-    }
-  }
-  const std::vector<at::Tensor>& saved = state.resultResiduals;
-  const bool fits = std::equal(
-      results.begin(), results.end(), saved.begin(), saved.end(),
-      [](const at::Tensor& here, const at::Tensor& there) { return here.numel() == there.numel(); });
-  for (size_t index = 0; fits && index < results.size(); ++index) {
-    results[index].copy_(saved[index]);
-  }
-  return fits || saved.empty();
 }
 
 void Engine::throwIfRunning(const char* what) const {

@@ -1,9 +1,9 @@
-// What a rank sums up for all, where there is error feedback.
+// The chunk that a rank sums up for all, where there is error feedback.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
+#include <cstddef>
 #include <vector>
 
 #include "codec/codec.h"
@@ -11,29 +11,72 @@
 
 namespace baguarun::engine {
 
-// sum = scale * ((own + residual) + the encoded numbers of `others`, summed in their order), in fp32, and
-// residual = 0. All are this rank's chunk of the bucket; `residual` and `sum` are fp32.
+// Sums what others have sent and what this rank has itself, and encodes the result.
 //
-// What this rank contributes to its own chunk goes nowhere. So it passes no codec, which would lose something
-// of it for nothing: with one bit and four ranks that is a quarter of what the sum has of each of them.
-inline void sumOwnChunk(const codec::Exec& exec, codec::Format format, const std::vector<const void*>& others,
-                        const at::Tensor& own, const at::Tensor& residual, float scale,
-                        const at::Tensor& sum) {
-  const at::NoGradGuard noGrad;
-  const auto count = static_cast<size_t>(own.numel());
-  std::vector<const void*> terms{own.const_data_ptr(), residual.const_data_ptr()};
-  if (own.scalar_type() != at::kFloat) {
-    residual.add_(own);
-    terms = {residual.const_data_ptr()};
+// What a rank contributes to its own chunk goes nowhere. So it passes no codec, which would lose something of
+// it for nothing: with one bit and four ranks that is a quarter of what the sum has of each of them. It owes
+// nothing for it either, and that place has what the result lacks: as this rank's contribution, so that it
+// stays with the parameter wherever that is summed up next.
+//
+// Threads: one at a time.
+class OwnChunk {
+ public:
+  // `count` numbers of the bucket from number `first` on, which `numRanks` ranks contribute to. Without error
+  // feedback it is not used, and takes no memory.
+  OwnChunk(const Bucket& bucket, size_t first, size_t count, size_t numRanks)
+      : dtype_(codecType(bucket.flat.scalar_type())),
+        count_(count),
+        numRanks_(bucket.operation.average ? static_cast<float>(numRanks) : 1.0F) {
+    if (bucket.residual.defined()) {
+      residual_ = bucket.residual.narrow(0, static_cast<int64_t>(first), static_cast<int64_t>(count));
+      sum_ = at::empty_like(residual_);
+      wide_ = dtype_ == codec::DType::f32 ? at::Tensor() : at::empty_like(residual_);
+    }
   }
-  if (!others.empty()) {
-    codec::reduceDecode(exec, format, codec::DType::f32, others.data(), others.size(), 1.0F, count,
-                        sum.data_ptr());
-    terms.push_back(sum.const_data_ptr());
+
+  bool feeds() const { return residual_.defined(); }
+
+  // chunk = encode(s + r), where s = ((others, summed in their order) + own) / numRanks in fp32, and
+  // r = residual / numRanks; residual = numRanks * (s + r - decode(chunk)). Others are encoded; `own` is the
+  // numbers in the bucket. Without `average` nothing is divided.
+  void encodeSum(const codec::Exec& exec, codec::Format format, const std::vector<const void*>& others,
+                 const void* own, void* chunk) {
+    constexpr auto kF32 = codec::DType::f32;
+    std::vector<const void*> terms;
+    if (!others.empty()) {
+      codec::reduceDecode(exec, format, kF32, others.data(), others.size(), 1.0F, count_, sum_.data_ptr());
+      terms.push_back(sum_.const_data_ptr());
+    }
+    if (wide_.defined()) {
+      codec::decode(exec, plainWire(dtype_), kF32, own, count_, wide_.data_ptr());
+      own = wide_.const_data_ptr();
+    }
+    terms.push_back(own);
+    codec::reduceDecode(exec, codec::Wire::f32, kF32, terms.data(), terms.size(), 1.0F / numRanks_, count_,
+                        sum_.data_ptr());
+    scaleResidual(exec, 1.0F / numRanks_);
+    codec::encodeWithResidual(exec, format, kF32, sum_.data_ptr(), residual_.data_ptr<float>(), count_,
+                              chunk);
+    scaleResidual(exec, numRanks_);
   }
-  codec::reduceDecode(exec, codec::Wire::f32, codec::DType::f32, terms.data(), terms.size(), scale, count,
-                      sum.data_ptr());
-  residual.zero_();
-}
+
+ private:
+  void scaleResidual(const codec::Exec& exec, float factor) {
+    if (factor != 1.0F) {
+      const void* residual = residual_.const_data_ptr();
+      codec::reduceDecode(exec, codec::Wire::f32, codec::DType::f32, &residual, 1, factor, count_,
+                          residual_.data_ptr());
+    }
+  }
+
+  const codec::DType dtype_;
+  const size_t count_;
+  // 1 where sums are not averages.
+  const float numRanks_;
+  at::Tensor residual_;
+  at::Tensor sum_;
+  // Of 16-bit gradients: the own ones in fp32.
+  at::Tensor wide_;
+};
 
 }  // namespace baguarun::engine

@@ -47,12 +47,9 @@ class PeerExchange final : public HostOperation {
         coded_(buffers.exchanged),
         received_(buffers.received),
         residual_(bucket.residual),
-        resultResidual_(bucket.resultResidual) {
+        own_(bucket, layout_.begin(rank_), layout_.numElements(rank_), size_) {
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->nameRanks(ranks);
-    }
-    if (resultResidual_.defined()) {
-      sum_ = at::empty_like(resultResidual_);
     }
     chunks_.resize(size_);
     contributions_.resize(size_);
@@ -80,7 +77,7 @@ class PeerExchange final : public HostOperation {
     for (size_t step = 1; step < size_; ++step) {
       receive(chunks_, source(step), Stage::kGather, gatherReceives_);
     }
-    if (!resultResidual_.defined()) {
+    if (!own_.feeds()) {
       encodeChunk(rank_);
     }
   }
@@ -171,7 +168,7 @@ class PeerExchange final : public HostOperation {
     sources_.clear();
     for (size_t peer = 0; peer < size_; ++peer) {
       contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(receivedBuffer_, chunkBytes(rank_));
-      if (peer != rank_ || !resultResidual_.defined()) {
+      if (peer != rank_ || !own_.feeds()) {
         sources_.push_back(contributions_[peer].data_ptr());
       }
     }
@@ -241,13 +238,8 @@ class PeerExchange final : public HostOperation {
       return;
     }
     const Span span("reduce and encode", "codec", chunkElementBytes(rank_));
-    if (resultResidual_.defined()) {
-      const auto begin = static_cast<int64_t>(layout_.begin(rank_));
-      const auto count = static_cast<int64_t>(numElements);
-      sumOwnChunk(kHost, format_, sources_, flat_.narrow(0, begin, count), residual_.narrow(0, begin, count),
-                  scale_, sum_);
-      codec::encodeWithResidual(kHost, format_, codec::DType::f32, sum_.data_ptr(),
-                                resultResidual_.data_ptr<float>(), numElements, chunks_[rank_].data_ptr());
+    if (own_.feeds()) {
+      own_.encodeSum(kHost, format_, sources_, place(rank_), chunks_[rank_].data_ptr());
     } else {
       codec::reduceEncode(kHost, format_, sources_.data(), size_, scale_, numElements,
                           chunks_[rank_].data_ptr());
@@ -278,9 +270,7 @@ class PeerExchange final : public HostOperation {
   const std::shared_ptr<BufferPool> coded_;
   const std::shared_ptr<BufferPool> received_;
   const at::Tensor residual_;
-  const at::Tensor resultResidual_;
-  // With error feedback: the own chunk's sum in fp32.
-  at::Tensor sum_;
+  OwnChunk own_;
   uint32_t round_ = 0;
   // What has been decoded in this round, by its headers.
   bool finite_ = false;

@@ -157,7 +157,6 @@ class RailExchange final : public HostOperation {
     between.operation.rails = nullptr;
     if (bucket.residual.defined()) {
       between.residual = bucket.residual.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
-      between.resultResidual = bucket.resultResidual;
     }
     between_ = makeExchange(group_, between, rails_->rail, buffers_);
     if (narrows()) {

@@ -56,7 +56,7 @@ class StreamReduce final : public StreamOperation {
   c10d::AllreduceOptions options_;
 };
 
-// Encode the chunks, all-to-all, reduce the own chunk in rank order, all-gather, decode all. Every chunk has
+// Encode the chunks, all-to-all, reduce the own chunk, all-gather, decode all. Every chunk has
 // the size of the largest, as the collectives want equal parts. With error feedback the own chunk is not
 // encoded, and what all-to-all brings of it is not read.
 class StreamExchange final : public StreamOperation {
@@ -72,26 +72,23 @@ class StreamExchange final : public StreamOperation {
         chunkBytes_(codec::encodedBytes(format_, layout_.stride())),
         flat_(bucket.flat),
         residual_(bucket.residual),
-        resultResidual_(bucket.resultResidual) {
+        ownChunk_(bucket, layout_.begin(rank_), layout_.numElements(rank_), size_) {
     const auto bytes = bucket.flat.options().dtype(at::kByte);
     const auto total = static_cast<int64_t>(chunkBytes_ * size_);
     outgoing_ = at::zeros({total}, bytes);
     incoming_ = at::zeros({total}, bytes);
     own_ = outgoing_.narrow(0, static_cast<int64_t>(chunkBytes_ * rank_), static_cast<int64_t>(chunkBytes_));
     for (size_t peer = 0; peer < size_; ++peer) {
-      if (peer != rank_ || !resultResidual_.defined()) {
+      if (peer != rank_ || !ownChunk_.feeds()) {
         sources_.push_back(chunk(incoming_, peer));
       }
-    }
-    if (resultResidual_.defined()) {
-      sum_ = at::empty_like(resultResidual_);
     }
   }
 
   void enqueue(c10::Stream stream, uint32_t /*round*/) override {
     const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
     for (size_t peer = 0; peer < size_; ++peer) {
-      if (peer != rank_ || !resultResidual_.defined()) {
+      if (peer != rank_ || !ownChunk_.feeds()) {
         encodeChunk(exec, peer);
       }
     }
@@ -136,13 +133,8 @@ class StreamExchange final : public StreamOperation {
       return;
     }
     void* const result = chunk(outgoing_, rank_);
-    if (resultResidual_.defined()) {
-      const auto begin = static_cast<int64_t>(layout_.begin(rank_));
-      const auto count = static_cast<int64_t>(numElements);
-      sumOwnChunk(exec, format_, sources_, flat_.narrow(0, begin, count), residual_.narrow(0, begin, count),
-                  scale_, sum_);
-      codec::encodeWithResidual(exec, format_, codec::DType::f32, sum_.data_ptr(),
-                                resultResidual_.data_ptr<float>(), numElements, result);
+    if (ownChunk_.feeds()) {
+      ownChunk_.encodeSum(exec, format_, sources_, place(rank_), result);
     } else {
       codec::reduceEncode(exec, format_, sources_.data(), size_, scale_, numElements, result);
     }
@@ -158,9 +150,7 @@ class StreamExchange final : public StreamOperation {
   const size_t chunkBytes_;
   const at::Tensor flat_;
   const at::Tensor residual_;
-  const at::Tensor resultResidual_;
-  // With error feedback: the own chunk's sum in fp32.
-  at::Tensor sum_;
+  OwnChunk ownChunk_;
   at::Tensor outgoing_;
   at::Tensor incoming_;
   at::Tensor own_;

@@ -36,10 +36,11 @@ class Sparse(Algorithm):
     """Top-k with error feedback (Stich et al., arXiv 1809.07599; of the family of Deep Gradient Compression).
 
     Each rank sends the numbers of greatest magnitude of each block of 2048, and keeps the others for the next
-    step. Whoever reduces a chunk does the same with the sum. So all ranks get equal gradients, of which
-    `density` is not zero, and in the long run nothing is lost. At the start, when gradients change fastest
-    and what comes late does most harm, the density falls by and by, as in Deep Gradient Compression (arXiv
-    1712.01887, section 3.4); its momentum correction and clipping are not there.
+    step. Whoever reduces a chunk adds its own numbers, all of them, and does the same with the sum. So all
+    ranks get equal gradients, of which `density` is not zero, and in the long run nothing is lost. At the
+    start, when gradients change fastest and what comes late does most harm, the density falls by and by, as
+    in Deep Gradient Compression (arXiv 1712.01887, section 3.4); its momentum correction and clipping are not
+    there.
 
     Residuals are in the units of gradients: where GradScaler changes its scale, what was left out before
     counts by the ratio of the scales too much or too little, once.

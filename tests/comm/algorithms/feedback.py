@@ -47,90 +47,72 @@ class PlainExchange:
     """What one model's engine does with the gradients of all ranks, round by round."""
 
     def __init__(
-        self,
-        lossy: Lossy,
-        world_size: int,
-        *,
-        feedback: bool = True,
-        new_plan_after_first: bool = True,
-        chunk_align: int = CHUNK_ALIGN,
+        self, lossy: Lossy, world_size: int, *, feedback: bool = True, chunk_align: int = CHUNK_ALIGN
     ) -> None:
         self.lossy = lossy
         self.chunk_align = chunk_align
         self.world_size = world_size
         self.feedback = feedback
-        self.new_plan_after_first = new_plan_after_first
-        self.rounds = 0
         self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(world_size)]
-        self.result_residuals: list[list[torch.Tensor]] = []
 
     def average(
         self, gradients: dict[str, list[torch.Tensor]], plan: Sequence[Sequence[str]]
     ) -> dict[str, torch.Tensor]:
         """By name: what every rank ends with. `gradients` are by name and rank, `plan` is names by bucket."""
-        if self.rounds == 0 or (self.rounds == 1 and self.new_plan_after_first):
-            self.result_residuals = [[] for _ in plan]
-        self.rounds += 1
         results: dict[str, torch.Tensor] = {}
-        for bucket, names in enumerate(plan):
-            flats = [self._contribution(gradients, names, rank) for rank in range(self.world_size)]
-            found = self._exchange(flats, bucket)
-            for rank, all_owed in enumerate(found[0]):
-                sizes = [gradients[name][rank].numel() for name in names]
-                for name, owed in zip(names, all_owed.split(sizes), strict=True):
-                    self._keep(self.residuals[rank], name, owed)
+        for names in plan:
             sizes = [gradients[name][0].numel() for name in names]
-            results.update(zip(names, found[1].split(sizes), strict=True))
+            flats, owed = [], []
+            for rank, residuals in enumerate(self.residuals):
+                flats.append(torch.cat([gradients[name][rank].reshape(-1).float() for name in names]))
+                nothing = [torch.zeros(size) for size in sizes]
+                found = [residuals.get(name, zeros) for name, zeros in zip(names, nothing, strict=True)]
+                owed.append(torch.cat(found))
+            result = self._exchange(flats, owed)
+            results.update(zip(names, result.split(sizes), strict=True))
+            for residuals, left in zip(self.residuals, owed, strict=True):
+                residuals.update(zip(names, left.split(sizes), strict=True))
         return results
 
-    def _contribution(
-        self, gradients: dict[str, list[torch.Tensor]], names: Sequence[str], rank: int
-    ) -> torch.Tensor:
-        owed = self.residuals[rank]
-        parts = []
-        for name in names:
-            own = gradients[name][rank].reshape(-1).float()
-            parts.append(own + owed[name] if name in owed else own)
-        return torch.cat(parts)
-
-    def _keep(self, residuals: dict[str, torch.Tensor], name: str, owed: torch.Tensor) -> None:
-        if self.feedback:
-            residuals[name] = _finite_or(owed, residuals.get(name))
-
-    def _exchange(self, flats: list[torch.Tensor], bucket: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What each rank owes from now on, and what all have."""
+    def _exchange(self, flats: list[torch.Tensor], owed: list[torch.Tensor]) -> torch.Tensor:
+        """What all have; `owed`, by rank, is overwritten with what is owed from now on."""
         share = -(-flats[0].numel() // self.world_size)
         stride = -(-share // self.chunk_align) * self.chunk_align
-        by_rank: list[list[torch.Tensor]] = [[] for _ in flats]
+        size = torch.tensor(float(self.world_size))
         results = []
-        owed: list[torch.Tensor] = []
-        for owner, pieces in enumerate(zip(*(flat.split(stride) for flat in flats), strict=True)):
-            decoded = [self.lossy(piece) for piece in pieces]
-            for rank, (piece, sent) in enumerate(zip(pieces, decoded, strict=True)):
-                by_rank[rank].append(piece - sent)
-            if self.feedback:
-                # What its owner contributes itself is not sent, and lacks nothing.
-                by_rank[owner][-1] = torch.zeros_like(pieces[owner])
-                own = [pieces[owner]]
-                decoded.pop(owner)
-            else:
-                own = []
-            total = decoded[0].clone()
-            for piece in decoded[1:] + own:
-                total += piece
-            total *= torch.tensor(1.0 / self.world_size, dtype=torch.float32)
-            before = self.result_residuals[bucket][owner] if self.result_residuals[bucket] else None
-            if before is not None and self.feedback:
-                total += before
-            results.append(self.lossy(total))
-            owed.append(_finite_or(total - results[-1], before))
-        self.result_residuals[bucket] = owed
-        return [torch.cat(parts) for parts in by_rank], torch.cat(results)
+        for owner in range(-(-flats[0].numel() // stride)):
+            here = slice(owner * stride, (owner + 1) * stride)
+            if not self.feedback:
+                results.append(self.lossy(_sum([self.lossy(flat[here]) for flat in flats]) * (1 / size)))
+                continue
+            # What its owner contributes itself is not sent, and owes nothing; the result may.
+            others = [rank for rank in range(self.world_size) if rank != owner]
+            terms = [self._coded(flats[rank][here], owed[rank][here]) for rank in others]
+            average = _sum([*terms, flats[owner][here]]) * (1 / size)
+            left = owed[owner][here] * (1 / size)
+            results.append(self._coded(average, left))
+            owed[owner][here] = left * size
+        return torch.cat(results)
+
+    def _coded(self, numbers: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What comes of `numbers` with what was owed; `residual` is overwritten with what is owed then."""
+        total = numbers + residual
+        result = self.lossy(total)
+        residual.copy_(_finite_or(total - result, residual))
+        return result
 
 
-def _finite_or(owed: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
+    """In their order."""
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _finite_or(owed: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """What is owed; where that is not finite, what was owed before."""
-    return torch.where(owed.isfinite(), owed, torch.zeros_like(owed) if before is None else before)
+    return torch.where(owed.isfinite(), owed, before)
 
 
 def plan_names(model: DistributedDataParallel) -> list[list[str]]:

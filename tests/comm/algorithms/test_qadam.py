@@ -100,7 +100,7 @@ def follow(bits: int, micro_batches: int, set_to_none: bool, is_decoupled: bool)
     )
     plain = PlainQAdam(module, is_decoupled)
     lossy = through_codec("MINMAX8" if bits == 8 else "SIGN1")
-    exchange = PlainExchange(lossy, dist.get_world_size(), feedback=bits == 1, new_plan_after_first=False)
+    exchange = PlainExchange(lossy, dist.get_world_size(), feedback=bits == 1)
     named = dict(module.named_parameters())
     for step in range(STEPS):
         inputs = [batch(module) for _ in range(micro_batches)]
