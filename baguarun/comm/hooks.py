@@ -152,9 +152,7 @@ class _Exchange:
 
     def _sum(self, chunks: list[torch.Tensor], scale: float) -> torch.Tensor:
         numbers = self._values[self._own].numel()
-        found = self._codec.reduce_decode(
-            chunks, self._wire, scale, numbers, torch.float32, keep=self._keep
-        )
+        found = self._codec.reduce_decode(chunks, self._wire, scale, numbers, torch.float32, keep=self._keep)
         assert isinstance(found, torch.Tensor)
         return found
 
