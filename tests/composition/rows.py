@@ -142,6 +142,9 @@ _LISTED = (
         title="sparse, hierarchical=True",
         algorithm=Sparse(warmup_steps=0, density=0.1, hierarchical=True),
         tolerance=UNEVEN,
+        # What is owed when the scale is halved counts double, once: 0.154. Where the scale hardly changes, by
+        # a thousandth, it is 0.0003.
+        tolerances={"GradScaler": 0.2},
         replicas_meet_every=1,
         nodes=NODES,
     ),
