@@ -109,8 +109,8 @@ class _Exchange:
         )
 
     def gather(self) -> None:
-        """Average the chunks for this rank and send that to all."""
-        chunk = self._encoded_average()
+        """Reduce the chunks for this rank and send the result to all."""
+        chunk = self._encoded_result()
         # All send as much as the longest.
         most_bytes = self._codec.encoded_bytes(self._wire, self._stride, keep=self._keep)
         self._sent = torch.nn.functional.pad(chunk, (0, most_bytes - chunk.numel()))
@@ -119,10 +119,10 @@ class _Exchange:
 
     def finish(self) -> None:
         """Decode all shares."""
+        scale = 1.0 if self._owed is None else 1.0 / self._world_size
         for share, chunk in zip(self._shares(), self._arrived(), strict=True):
             part = self._values[share]
-            decoded = self._codec.decode(chunk, self._wire, part.numel(), part.dtype, keep=self._keep)
-            part.copy_(decoded)
+            part.copy_(self._sum([chunk], part.numel(), scale, part.dtype))
         self.average.set_result(self._values)
 
     def _contribution(self, rank: int) -> torch.Tensor:
@@ -136,23 +136,22 @@ class _Exchange:
             return torch.zeros(size, dtype=torch.uint8, device=self._values.device)
         return self._encode(self._values[share], self._owed[share])
 
-    def _encoded_average(self) -> torch.Tensor:
-        """Of this rank's chunk, in rank order; with error feedback its own part comes last, and as it is."""
-        arrived = self._arrived()
+    def _encoded_result(self) -> torch.Tensor:
+        """This rank's chunk, averaged in rank order. With error feedback its own part comes last, and as it
+        is; and it is the sum, for what an average owes would be in other units than gradients."""
+        arrived, own = self._arrived(), self._values[self._own]
         if self._owed is None:
-            return self._encode(self._sum(arrived, 1.0 / self._world_size), None)
-        average = self._values[self._own].float()
+            return self._encode(self._sum(arrived, own.numel(), 1.0 / self._world_size), None)
+        total = own.float()
         others = arrived[: self._rank] + arrived[self._rank + 1 :]
         if others:
-            average = average + self._sum(others, 1.0)
-        owed = self._owed[self._own].mul_(1.0 / self._world_size)
-        chunk = self._encode(average * (1.0 / self._world_size), owed)
-        owed.mul_(self._world_size)
-        return chunk
+            total = total + self._sum(others, own.numel(), 1.0)
+        return self._encode(total, self._owed[self._own])
 
-    def _sum(self, chunks: list[torch.Tensor], scale: float) -> torch.Tensor:
-        numbers = self._values[self._own].numel()
-        found = self._codec.reduce_decode(chunks, self._wire, scale, numbers, torch.float32, keep=self._keep)
+    def _sum(
+        self, chunks: list[torch.Tensor], numel: int, scale: float, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        found = self._codec.reduce_decode(chunks, self._wire, scale, numel, dtype, keep=self._keep)
         assert isinstance(found, torch.Tensor)
         return found
 

@@ -318,6 +318,11 @@ class TopKWire {
 
   void sum(Sum sum, Span at, float* dst) const {
     std::fill_n(dst, at.n, 0.0f);
+    if (sum.count == 1) {
+      // What was not kept need not be scaled. -0 becomes 0, as in any sum.
+      forEachKept(sum.src[0], at, [&](uint32_t place, float x) { dst[place] = (0.0f + x) * sum.scale; });
+      return;
+    }
     for (size_t k = 0; k < sum.count; ++k) {
       forEachKept(sum.src[k], at, [&](uint32_t place, float x) { dst[place] += x; });
     }

@@ -21,12 +21,10 @@ namespace baguarun::engine {
 // Threads: one at a time.
 class OwnChunk {
  public:
-  // `count` numbers of the bucket from number `first` on, which `numRanks` ranks contribute to. Without error
-  // feedback it is not used, and takes no memory.
-  OwnChunk(const Bucket& bucket, size_t first, size_t count, size_t numRanks)
-      : dtype_(codecType(bucket.flat.scalar_type())),
-        count_(count),
-        numRanks_(bucket.operation.average ? static_cast<float>(numRanks) : 1.0F) {
+  // `count` numbers of the bucket from number `first` on. Without error feedback it is not used, and takes no
+  // memory.
+  OwnChunk(const Bucket& bucket, size_t first, size_t count)
+      : dtype_(codecType(bucket.flat.scalar_type())), count_(count) {
     if (bucket.residual.defined()) {
       residual_ = bucket.residual.narrow(0, static_cast<int64_t>(first), static_cast<int64_t>(count));
       sum_ = at::empty_like(residual_);
@@ -36,9 +34,9 @@ class OwnChunk {
 
   bool feeds() const { return residual_.defined(); }
 
-  // chunk = encode(s + r), where s = ((others, summed in their order) + own) / numRanks in fp32, and
-  // r = residual / numRanks; residual = numRanks * (s + r - decode(chunk)). Others are encoded; `own` is the
-  // numbers in the bucket. Without `average` nothing is divided.
+  // chunk = encode(s + residual), where s = (others, summed in their order) + own in fp32, and
+  // residual = s + residual - decode(chunk). Others are encoded; `own` is the numbers in the bucket. It is
+  // the sum that is encoded, for an average would owe in other units: who decodes it divides.
   void encodeSum(const codec::Exec& exec, codec::Format format, const std::vector<const void*>& others,
                  const void* own, void* chunk) {
     constexpr auto kF32 = codec::DType::f32;
@@ -52,27 +50,15 @@ class OwnChunk {
       own = wide_.const_data_ptr();
     }
     terms.push_back(own);
-    codec::reduceDecode(exec, codec::Wire::f32, kF32, terms.data(), terms.size(), 1.0F / numRanks_, count_,
+    codec::reduceDecode(exec, codec::Wire::f32, kF32, terms.data(), terms.size(), 1.0F, count_,
                         sum_.data_ptr());
-    scaleResidual(exec, 1.0F / numRanks_);
     codec::encodeWithResidual(exec, format, kF32, sum_.data_ptr(), residual_.data_ptr<float>(), count_,
                               chunk);
-    scaleResidual(exec, numRanks_);
   }
 
  private:
-  void scaleResidual(const codec::Exec& exec, float factor) {
-    if (factor != 1.0F) {
-      const void* residual = residual_.const_data_ptr();
-      codec::reduceDecode(exec, codec::Wire::f32, codec::DType::f32, &residual, 1, factor, count_,
-                          residual_.data_ptr());
-    }
-  }
-
   const codec::DType dtype_;
   const size_t count_;
-  // 1 where sums are not averages.
-  const float numRanks_;
   at::Tensor residual_;
   at::Tensor sum_;
   // Of 16-bit gradients: the own ones in fp32.

@@ -47,7 +47,7 @@ class PeerExchange final : public HostOperation {
         coded_(buffers.exchanged),
         received_(buffers.received),
         residual_(bucket.residual),
-        own_(bucket, layout_.begin(rank_), layout_.numElements(rank_), size_) {
+        own_(bucket, layout_.begin(rank_), layout_.numElements(rank_)) {
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->nameRanks(ranks);
     }
@@ -249,7 +249,13 @@ class PeerExchange final : public HostOperation {
   void decodeChunk(size_t rank) {
     if (!plain_ && layout_.numElements(rank) > 0) {
       const Span span("decode", "codec", chunkElementBytes(rank));
-      codec::decode(kHost, format_, dtype_, chunks_[rank].data_ptr(), layout_.numElements(rank), place(rank));
+      const void* const chunk = chunks_[rank].data_ptr();
+      if (own_.feeds()) {
+        codec::reduceDecode(kHost, format_, dtype_, &chunk, 1, scale_, layout_.numElements(rank),
+                            place(rank));
+      } else {
+        codec::decode(kHost, format_, dtype_, chunk, layout_.numElements(rank), place(rank));
+      }
       finite_ =
           finite_ && codec::headersAreFinite(format_, layout_.numElements(rank), chunks_[rank].data_ptr());
     }

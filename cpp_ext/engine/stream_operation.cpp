@@ -72,7 +72,7 @@ class StreamExchange final : public StreamOperation {
         chunkBytes_(codec::encodedBytes(format_, layout_.stride())),
         flat_(bucket.flat),
         residual_(bucket.residual),
-        ownChunk_(bucket, layout_.begin(rank_), layout_.numElements(rank_), size_) {
+        ownChunk_(bucket, layout_.begin(rank_), layout_.numElements(rank_)) {
     const auto bytes = bucket.flat.options().dtype(at::kByte);
     const auto total = static_cast<int64_t>(chunkBytes_ * size_);
     outgoing_ = at::zeros({total}, bytes);
@@ -96,9 +96,7 @@ class StreamExchange final : public StreamOperation {
     reduceChunk(exec);
     gatherInto(*group_, incoming_, own_)->wait();
     for (size_t peer = 0; peer < size_; ++peer) {
-      if (layout_.numElements(peer) > 0) {
-        codec::decode(exec, format_, dtype_, chunk(incoming_, peer), layout_.numElements(peer), place(peer));
-      }
+      decodeChunk(exec, peer);
     }
   }
 
@@ -124,6 +122,19 @@ class StreamExchange final : public StreamOperation {
                                 chunk(outgoing_, peer));
     } else {
       codec::encode(exec, format_, dtype_, place(peer), numElements, chunk(outgoing_, peer));
+    }
+  }
+
+  void decodeChunk(codec::Exec exec, size_t peer) {
+    const size_t numElements = layout_.numElements(peer);
+    const void* const result = chunk(incoming_, peer);
+    if (numElements == 0) {
+      return;
+    }
+    if (ownChunk_.feeds()) {
+      codec::reduceDecode(exec, format_, dtype_, &result, 1, scale_, numElements, place(peer));
+    } else {
+      codec::decode(exec, format_, dtype_, result, numElements, place(peer));
     }
   }
 

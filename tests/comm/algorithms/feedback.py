@@ -88,10 +88,8 @@ class PlainExchange:
             # What its owner contributes itself is not sent, and owes nothing; the result may.
             others = [rank for rank in range(self.world_size) if rank != owner]
             terms = [self._coded(flats[rank][here], owed[rank][here]) for rank in others]
-            average = _sum([*terms, flats[owner][here]]) * (1 / size)
-            left = owed[owner][here] * (1 / size)
-            results.append(self._coded(average, left))
-            owed[owner][here] = left * size
+            total = self._coded(_sum([*terms, flats[owner][here]]), owed[owner][here])
+            results.append(total * (1 / size))
         return torch.cat(results)
 
     def _coded(self, numbers: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
