@@ -317,12 +317,13 @@ class TopKWire {
   }
 
   void sum(Sum sum, Span at, float* dst) const {
-    std::fill_n(dst, at.n, 0.0f);
     if (sum.count == 1) {
-      // What was not kept need not be scaled. -0 becomes 0, as in any sum.
+      // What was not kept is scaled once for all. -0 becomes 0, as in any sum.
+      std::fill_n(dst, at.n, 0.0f * sum.scale);
       forEachKept(sum.src[0], at, [&](uint32_t place, float x) { dst[place] = (0.0f + x) * sum.scale; });
       return;
     }
+    std::fill_n(dst, at.n, 0.0f);
     for (size_t k = 0; k < sum.count; ++k) {
       forEachKept(sum.src[k], at, [&](uint32_t place, float x) { dst[place] += x; });
     }
