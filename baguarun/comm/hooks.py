@@ -3,10 +3,10 @@
     model = torch.nn.parallel.DistributedDataParallel(net)
     model.register_comm_hook(hooks.CodecState(), hooks.onebit)
 
-Each bucket goes through one scatter-reduce-gather: rank r gets share r of every rank's bucket, encoded (with
-error feedback its own as it is, for nobody sends it); sums these in fp32, in rank order; and sends the
-average, encoded, to all. Every rank decodes all shares from what was sent, its own too, so that replicas stay
-bit-equal.
+Each bucket goes through one scatter-reduce-gather: rank r gets share r of every rank's bucket, encoded; sums
+these in fp32, in rank order; and sends the average, encoded, to all. With error feedback its own part comes
+last and as it is, for nobody sends it, and the sum is what travels. Every rank decodes all shares from what
+was sent, its own too, so that replicas stay bit-equal.
 
 Buckets are a pipeline: while backward computes the next one, the shares of this one are on their way, and the
 averages of the one before. Every rank calls for collectives in one order, from DDP's thread: for a bucket's
@@ -44,7 +44,7 @@ class Residuals:
     parameters: tuple[int, ...]
     """`id` of the bucket's parameters."""
     owed: torch.Tensor
-    """float32, as long as the bucket, in units of gradients: in this rank's share what the average lacked,
+    """float32, as long as the bucket, in units of gradients: in this rank's share what the sum lacked,
     elsewhere what its gradients did."""
 
 

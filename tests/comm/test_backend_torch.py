@@ -167,6 +167,12 @@ def test_the_profiler_sees_operations() -> None:
         assert "baguanet:all_reduce" in names
 
 
+def receives_us(profile: torch.profiler.profile) -> list[float]:
+    """How long each took."""
+    receives = [event for event in profile.events() or [] if event.name == "baguanet:recv"]
+    return [event.time_range.elapsed_us() for event in receives]
+
+
 def profiled_to_the_end() -> list[float]:
     """How long each receive took, in us, where another one's callback runs for longer than the profiler."""
     store = dist.distributed_c10d._get_default_store()
@@ -189,8 +195,7 @@ def profiled_to_the_end() -> list[float]:
         for work in (collective, first, second):
             work.wait()
     stopped.set()
-    receives = [event for event in profile.events() or [] if event.name == "baguanet:recv"]
-    return [event.time_range.elapsed_us() for event in receives]
+    return receives_us(profile)
 
 
 def test_the_profiler_knows_the_end_of_what_has_been_waited_for() -> None:
@@ -218,8 +223,7 @@ def profiled_and_given_up() -> list[float]:
     store.set("the profiler is gone", "")
     given_up.wait()
     dist.barrier()
-    receives = [event for event in profile.events() or [] if event.name == "baguanet:recv"]
-    return [event.time_range.elapsed_us() for event in receives]
+    return receives_us(profile)
 
 
 def test_the_profiler_is_told_of_what_nobody_waits_for_any_more() -> None:
