@@ -56,9 +56,9 @@ class StreamReduce final : public StreamOperation {
   c10d::AllreduceOptions options_;
 };
 
-// Encode the chunks, all-to-all, reduce the own chunk, all-gather, decode all. Every chunk has the size of the
-// largest, as the collectives want equal parts. With error feedback the own chunk is not encoded, and what
-// all-to-all brings of it is not read.
+// Encode the chunks, all-to-all, reduce the own chunk, all-gather, decode all. Every chunk has the size of
+// the largest, as the collectives want equal parts. With error feedback the own chunk is not encoded, and
+// what all-to-all brings of it is not read.
 class StreamExchange final : public StreamOperation {
  public:
   StreamExchange(const Group& group, const Bucket& bucket)
