@@ -18,7 +18,7 @@ no host waits.
 # DDP compares the annotations of a hook with classes: they must not be strings, as with
 # `from __future__ import annotations`.
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -137,16 +137,13 @@ class _Exchange:
         return self._encode(self._values[share], self._owed[share])
 
     def _encoded_result(self) -> torch.Tensor:
-        """This rank's chunk, averaged in rank order. With error feedback its own part comes last, and as it
+        """This rank's chunk, averaged in rank order. With error feedback its own part comes first, and as it
         is; and it is the sum, for what an average owes would be in other units than gradients."""
         arrived, own = self._arrived(), self._values[self._own]
         if self._owed is None:
             return self._encode(self._sum(arrived, own.numel(), 1.0 / self._world_size), None)
-        total = own.float()
         others = arrived[: self._rank] + arrived[self._rank + 1 :]
-        if others:
-            total = total + self._sum(others, own.numel(), 1.0)
-        return self._encode(total, self._owed[self._own])
+        return self._encode(own, self._owed[self._own], others)
 
     def _sum(
         self, chunks: list[torch.Tensor], numel: int, scale: float, dtype: torch.dtype = torch.float32
@@ -161,11 +158,15 @@ class _Exchange:
     def _shares(self) -> Iterator[slice]:
         return map(self._share, range(self._world_size))
 
-    def _encode(self, values: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def _encode(
+        self, values: torch.Tensor, residual: torch.Tensor | None, others: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         if residual is None:
             chunk = self._codec.encode(values, self._wire, keep=self._keep)
         else:
-            chunk = self._codec.encode_with_residual(values, residual, self._wire, keep=self._keep)
+            chunk = self._codec.encode_with_residual(
+                values, residual, self._wire, keep=self._keep, others=list(others)
+            )
         assert isinstance(chunk, torch.Tensor)
         return chunk
 

@@ -74,8 +74,17 @@ at::Tensor encode(const at::Tensor& values, codec::Wire wire, uint32_t keep, uin
   return chunk;
 }
 
+std::vector<const void*> pointersTo(const std::vector<at::Tensor>& chunks) {
+  std::vector<const void*> pointers;
+  pointers.reserve(chunks.size());
+  for (const at::Tensor& chunk : chunks) {
+    pointers.push_back(chunk.const_data_ptr());
+  }
+  return pointers;
+}
+
 at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, codec::Wire wire, uint32_t keep,
-                              uint64_t seed) {
+                              uint64_t seed, const std::vector<at::Tensor>& others) {
   const codec::Format format{wire, keep, seed};
   const at::Tensor plain = values.contiguous();
   if (residual.scalar_type() != at::kFloat || residual.numel() != plain.numel() ||
@@ -85,9 +94,10 @@ at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, cod
   }
   at::Tensor chunk = emptyChunk(plain, format, static_cast<size_t>(plain.numel()));
   const c10::OptionalDeviceGuard guard(at::device_of(plain));
-  codec::encodeWithResidual(execOf(plain), format, engine::codecType(plain.scalar_type()),
-                            plain.const_data_ptr(), residual.mutable_data_ptr<float>(),
-                            static_cast<size_t>(plain.numel()), chunk.mutable_data_ptr());
+  codec::encodeSumWithResidual(execOf(plain), format, engine::codecType(plain.scalar_type()),
+                               plain.const_data_ptr(), pointersTo(others).data(), others.size(),
+                               residual.mutable_data_ptr<float>(), static_cast<size_t>(plain.numel()),
+                               chunk.mutable_data_ptr());
   return chunk;
 }
 
@@ -98,15 +108,6 @@ at::Tensor decode(const at::Tensor& chunk, codec::Wire wire, int64_t numElements
   codec::decode(execOf(chunk), {wire, keep, seed}, engine::codecType(dtype), chunk.const_data_ptr(),
                 static_cast<size_t>(numElements), values.mutable_data_ptr());
   return values;
-}
-
-std::vector<const void*> pointersTo(const std::vector<at::Tensor>& chunks) {
-  std::vector<const void*> pointers;
-  pointers.reserve(chunks.size());
-  for (const at::Tensor& chunk : chunks) {
-    pointers.push_back(chunk.const_data_ptr());
-  }
-  return pointers;
 }
 
 at::Tensor reduceEncode(const std::vector<at::Tensor>& chunks, codec::Wire wire, double scale,
@@ -151,7 +152,7 @@ void bindCodec(py::module_& module) {
       py::arg("wire"), py::arg("num_elements"), keep);
   module.def("encode", &encode, py::arg("values"), py::arg("wire"), keep, seed);
   module.def("encode_with_residual", &encodeWithResidual, py::arg("values"), py::arg("residual"),
-             py::arg("wire"), keep, seed);
+             py::arg("wire"), keep, seed, py::arg("others") = std::vector<at::Tensor>());
   module.def("decode", &decode, py::arg("chunk"), py::arg("wire"), py::arg("num_elements"), py::arg("dtype"),
              keep, seed);
   module.def("reduce_encode", &reduceEncode, py::arg("chunks"), py::arg("wire"), py::arg("scale"),

@@ -103,14 +103,18 @@ bool allHeaders(size_t numel, const void* chunk, const Finite& finite) {
   return true;
 }
 
-void checkReduction(const char* function, const void* const* src, size_t count) {
-  if (count == 0)
-    throw std::invalid_argument(std::string(function) + ": count=0: want at least one chunk to reduce");
+void checkSources(const char* function, const void* const* src, size_t count) {
   for (size_t k = 0; k < count; ++k) {
     if (src[k] == nullptr) {
       throw std::invalid_argument(std::string(function) + ": src[" + std::to_string(k) + "] is null");
     }
   }
+}
+
+void checkReduction(const char* function, const void* const* src, size_t count) {
+  if (count == 0)
+    throw std::invalid_argument(std::string(function) + ": count=0: want at least one chunk to reduce");
+  checkSources(function, src, count);
 }
 
 }  // namespace
@@ -123,7 +127,11 @@ namespace {
 }
 }  // namespace
 
-void encode(void*, Format, DType, const void*, float*, size_t, void*) { refuse(); }
+void encode(void*, Format, DType, const void*, size_t, void*) { refuse(); }
+void encodeSumWithResidual(void*, Format, DType, const void*, const void* const*, size_t, float*, size_t,
+                           void*) {
+  refuse();
+}
 void decode(void*, Format, DType, const void*, size_t, void*) { refuse(); }
 void reduceEncode(void*, Format, const void* const*, size_t, float, size_t, void*) { refuse(); }
 void reduceDecode(void*, Format, DType, const void* const*, size_t, float, size_t, void*) { refuse(); }
@@ -138,19 +146,27 @@ size_t encodedBytes(Format format, size_t numel) {
 void encode(Exec exec, Format format, DType dtype, const void* src, size_t numel, void* dst) {
   checkFormat(format);
   if (numel == 0) return;
-  if (exec.device == Device::cuda) return cuda::encode(exec.stream, format, dtype, src, nullptr, numel, dst);
+  if (exec.device == Device::cuda) return cuda::encode(exec.stream, format, dtype, src, numel, dst);
   const FloatEnvironment environment;
   cpu::encode(*chosenPath(), format, dtype, src, numel, dst);
 }
 
 void encodeWithResidual(Exec exec, Format format, DType dtype, const void* src, float* residual, size_t numel,
                         void* dst) {
+  encodeSumWithResidual(exec, format, dtype, src, nullptr, 0, residual, numel, dst);
+}
+
+void encodeSumWithResidual(Exec exec, Format format, DType dtype, const void* own, const void* const* src,
+                           size_t count, float* residual, size_t numel, void* dst) {
   checkFormat(format);
   if (numel == 0) return;
   if (residual == nullptr) throw std::invalid_argument("codec.encodeWithResidual: residual is null");
-  if (exec.device == Device::cuda) return cuda::encode(exec.stream, format, dtype, src, residual, numel, dst);
+  checkSources("codec.encodeSumWithResidual", src, count);
+  if (exec.device == Device::cuda) {
+    return cuda::encodeSumWithResidual(exec.stream, format, dtype, own, src, count, residual, numel, dst);
+  }
   const FloatEnvironment environment;
-  cpu::encodeWithResidual(*chosenPath(), format, dtype, src, residual, numel, dst);
+  cpu::encodeWithResidual(*chosenPath(), format, {dtype, own, {src, count, 1.0f}}, residual, numel, dst);
 }
 
 void decode(Exec exec, Format format, DType dtype, const void* src, size_t numel, void* dst) {

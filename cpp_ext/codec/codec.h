@@ -115,6 +115,12 @@ void encode(Exec exec, Format format, DType dtype, const void* src, size_t numel
 void encodeWithResidual(Exec exec, Format format, DType dtype, const void* src, float* residual, size_t numel,
                         void* dst);
 
+// The same of a sum: s = ((own + src[0]) + src[1]) + ... in fp32, `own` being `numel` numbers of `dtype`, and
+// each src a chunk; dst[chunk] = encode(s + residual), residual = s + residual - decode(dst). No src at all
+// is fine.
+void encodeSumWithResidual(Exec exec, Format format, DType dtype, const void* own, const void* const* src,
+                           size_t count, float* residual, size_t numel, void* dst);
+
 // dst[numel numbers of `dtype`] = src[chunk].
 void decode(Exec exec, Format format, DType dtype, const void* src, size_t numel, void* dst);
 

@@ -23,8 +23,13 @@ namespace {
 constexpr uint32_t kMostBlocks = 1 << 20;
 
 // What a kernel does: dst = encode(decode(src)), where one of the two is plain; dst = encode(scale *
-// sum(decode(src))); or the first with a residual.
-enum class Mode { convert, reduce, feedback };
+// sum(decode(src))); the first with a residual; or the second, added to numbers, with a residual in place of
+// a scale.
+enum class Mode { convert, reduce, feedback, sumFeedback };
+
+BAGUARUN_HOST_DEVICE constexpr bool hasFeedback(Mode mode) {
+  return mode == Mode::feedback || mode == Mode::sumFeedback;
+}
 
 constexpr bool isPlain(Wire wire) { return wire == Wire::f32 || wire == Wire::f16 || wire == Wire::bf16; }
 BAGUARUN_HOST_DEVICE constexpr bool isSparse(Wire wire) {
@@ -83,8 +88,8 @@ template <Wire wire>
 __device__ void loadSum(const Sources& sources, Block block, Quads& total) {
   const unsigned count = sources.count;
   unsigned k = 0;
-  if (sources.before != nullptr) {
-    loadBlock<Wire::f32>(sources.before, block, total);
+  if (sources.before.at != nullptr) {
+    loadNumbers(sources.before, block, total);
   } else if (block.whole && count >= 4) {
     sumBlocks<wire, 4, true>(sources.src, block, total);
     k = 4;
@@ -104,8 +109,8 @@ __device__ void loadSum(const Sources& sources, Block block, Quads& total) {
 template <Wire in, Mode mode>
 __device__ void gather(const Task& task, Block block, Quads& x) {
   if constexpr (isSparse(in)) {
-    loadKept<in>(task.sources.src, task.sources.count, task.sources.before, {task.format, block}, x);
-  } else if constexpr (mode == Mode::reduce) {
+    loadKept<in>(task.sources, {task.format, block}, x);
+  } else if constexpr (mode == Mode::reduce || mode == Mode::sumFeedback) {
     loadSum<in>(task.sources, block, x);
   } else {
     loadBlock<in>(task.sources.src[0], block, x);
@@ -138,7 +143,7 @@ __device__ void emit(const Task& task, Block block, Quads& x) {
 template <Wire in, Wire out, Mode mode>
 __device__ void transcodeBlock(const Task& task, Block block) {
   Quads x;
-  if constexpr (mode != Mode::feedback) {
+  if constexpr (!hasFeedback(mode)) {
     gather<in, mode>(task, block, x);
     emit<out>(task, block, x);
   } else {
@@ -176,7 +181,7 @@ constexpr int kResidentThreads = 2048;
 // How many blocks of threads it is to hold at least; registers are given out accordingly. As measured on an
 // H100: docs/results/gpu_algorithms.json.
 constexpr int blocksAtOnce(Mode mode) {
-  const int wanted = mode == Mode::feedback ? 4 : mode == Mode::reduce ? 6 : 8;
+  const int wanted = hasFeedback(mode) ? 4 : mode == Mode::reduce ? 6 : 8;
   return wanted * kThreads <= kResidentThreads ? wanted : kResidentThreads / kThreads;
 }
 
@@ -216,9 +221,10 @@ void check(cudaError_t error, const char* call) {
 // Null for what no function of codec.h asks for.
 template <Wire in, Wire out, Mode mode>
 Kernel kernel() {
-  constexpr bool used = mode == Mode::convert  ? isPlain(in) || isPlain(out)
-                        : mode == Mode::reduce ? isPlain(out) || in == out
-                                               : isPlain(in);
+  constexpr bool used = mode == Mode::convert    ? isPlain(in) || isPlain(out)
+                        : mode == Mode::reduce   ? isPlain(out) || in == out
+                        : mode == Mode::feedback ? isPlain(in)
+                                                 : in == out;
   if constexpr (used) {
     return transcode<in, out, mode>;
   } else {
@@ -277,7 +283,7 @@ bool isAligned(const Task& task) {
   const Sources& sources = task.sources;
   return std::all_of(sources.src, sources.src + sources.count,
                      [](const void* src) { return aligned(src, kBytes); }) &&
-         aligned(sources.before, kBytes) && aligned(task.dst, kBytes) && aligned(task.residual, kBytes);
+         aligned(sources.before.at, kBytes) && aligned(task.dst, kBytes) && aligned(task.residual, kBytes);
 }
 
 Task measured(Task task) {
@@ -329,7 +335,7 @@ void convert(void* stream, Format format, Wire in, Wire out, const void* src, si
     check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, cudaStream), "cudaMemcpyAsync");
     return;
   }
-  const Task task = measured({{{src}, 1, nullptr}, format, 1.0f, numel, dst, nullptr});
+  const Task task = measured({{{src}, 1, {}}, format, 1.0f, numel, dst, nullptr});
   const Kernel kernel = kernelOf<Mode::convert>(in, out);
   if (out == Wire::topk) return launchByWarps(cudaStream, topEncoder(in), kernel, task);
   launch(cudaStream, kernel, task);
@@ -360,12 +366,12 @@ struct Reduction {
   void* dst;
 };
 
-void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t count, const float* before) {
+void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t count, Numbers before) {
   Task task{{{}, static_cast<unsigned>(count), before}, what.in, what.scale, what.numel, what.dst, nullptr};
   std::copy_n(src, count, task.sources.src);
   task = measured(task);
   const Kernel kernel = kernelOf<Mode::reduce>(what.in.wire, what.out);
-  if (before != nullptr || what.in.wire != what.out) return launch(stream, kernel, task);
+  if (before.at != nullptr || what.in.wire != what.out) return launch(stream, kernel, task);
   switch (what.out) {
     case Wire::minmax4:
       return launchByWarps(stream, sumLevels, kernel, task);
@@ -386,27 +392,48 @@ void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t 
   }
 }
 
+// Calls `last(src, count, before)` with as many sources as one launch takes; `before` is the sum of the
+// others that there are, and of what is to be before these.
+template <class Last>
+void addUp(cudaStream_t stream, Format in, size_t numel, const void* const* src, size_t count, Numbers before,
+           Last last) {
+  if (count <= kMostSources) return last(src, count, before);
+  const RunningSum sum(stream, numel);
+  for (; count > kMostSources; src += kMostSources, count -= kMostSources) {
+    reduce(stream, {in, Wire::f32, 1.0f, numel, sum.get()}, src, kMostSources, before);
+    before = {sum.get(), DType::f32};
+  }
+  last(src, count, before);
+}
+
 void reduceAll(void* stream, Reduction what, const void* const* src, size_t count) {
   const auto cudaStream = static_cast<cudaStream_t>(stream);
-  if (count <= kMostSources) return reduce(cudaStream, what, src, count, nullptr);
-  const RunningSum sum(cudaStream, what.numel);
-  const float* before = nullptr;
-  for (; count > kMostSources; src += kMostSources, count -= kMostSources) {
-    reduce(cudaStream, {what.in, Wire::f32, 1.0f, what.numel, sum.get()}, src, kMostSources, before);
-    before = sum.get();
-  }
-  reduce(cudaStream, what, src, count, before);
+  addUp(cudaStream, what.in, what.numel, src, count, {},
+        [&](const void* const* some, size_t left, Numbers before) {
+          reduce(cudaStream, what, some, left, before);
+        });
 }
 
 }  // namespace
 
-void encode(void* stream, Format format, DType dtype, const void* src, float* residual, size_t numel,
-            void* dst) {
-  if (residual == nullptr) {
-    return convert(stream, format, plainWire(dtype), format.wire, src, numel, dst);
+void encode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst) {
+  convert(stream, format, plainWire(dtype), format.wire, src, numel, dst);
+}
+
+void encodeSumWithResidual(void* stream, Format format, DType dtype, const void* own, const void* const* src,
+                           size_t count, float* residual, size_t numel, void* dst) {
+  const auto cudaStream = static_cast<cudaStream_t>(stream);
+  Task task{{{own}, 1, {}}, format, 1.0f, numel, dst, residual};
+  if (count == 0) {
+    return launch(cudaStream, kernelOf<Mode::feedback>(plainWire(dtype), format.wire), measured(task));
   }
-  launch(static_cast<cudaStream_t>(stream), kernelOf<Mode::feedback>(plainWire(dtype), format.wire),
-         measured({{{src}, 1, nullptr}, format, 1.0f, numel, dst, residual}));
+  addUp(cudaStream, format, numel, src, count, {own, dtype},
+        [&](const void* const* some, size_t left, Numbers before) {
+          std::copy_n(some, left, task.sources.src);
+          task.sources.count = static_cast<unsigned>(left);
+          task.sources.before = before;
+          launch(cudaStream, kernelOf<Mode::sumFeedback>(format.wire, format.wire), measured(task));
+        });
 }
 
 void decode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst) {

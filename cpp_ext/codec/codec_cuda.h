@@ -6,9 +6,9 @@
 
 namespace baguarun::codec::cuda {
 
-// `residual` may be null.
-void encode(void* stream, Format format, DType dtype, const void* src, float* residual, size_t numel,
-            void* dst);
+void encode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst);
+void encodeSumWithResidual(void* stream, Format format, DType dtype, const void* own, const void* const* src,
+                           size_t count, float* residual, size_t numel, void* dst);
 void decode(void* stream, Format format, DType dtype, const void* src, size_t numel, void* dst);
 void reduceEncode(void* stream, Format format, const void* const* src, size_t count, float scale,
                   size_t numel, void* dst);

@@ -67,6 +67,16 @@ const float* numbersIn(const CpuPath& path, DType dtype, const void* src, Span a
   return room;
 }
 
+// The sum of a block's terms in fp32: where it is, or in `room`.
+template <class AnyWire>
+const float* summedIn(const CpuPath& path, const AnyWire& wire, const Terms& terms, Span at, float* room) {
+  const float* own = numbersIn(path, terms.dtype, terms.own, at, room);
+  if (terms.others.count == 0) return own;
+  if (own != room) std::copy_n(own, at.n, room);
+  wire.addTo(terms.others, at, room);
+  return room;
+}
+
 // A block that is to be written.
 template <class AnyWire>
 struct Ready {
@@ -140,27 +150,27 @@ void encodeSum(const AnyWire& wire, Sum sum, size_t numel, void* dst) {
 void nothing(Span, const float*) {}
 
 // Block after block, none ahead: numbers and residuals of more blocks would not stay in the first cache.
-void encodeSignsWithResidual(const CpuPath& path, DType dtype, const void* src, float* residual, size_t numel,
+void encodeSignsWithResidual(const CpuPath& path, const Terms& terms, float* residual, size_t numel,
                              void* dst) {
   const SignWire wire(path);
   Wide room;
   for (size_t block = 0; block < blockCount(numel); ++block) {
     const Span at = spanOf(numel, block);
-    const float* numbers = numbersIn(path, dtype, src, at, room.numbers);
+    const float* numbers = summedIn(path, wire, terms, at, room.numbers);
     wire.encodeWithResidual(numbers, residual + at.first, at, dst);
   }
 }
 
 // What is not kept is owed as it is: the residual is written with the sum, and once more where one was kept.
-void encodeHighestWithResidual(const CpuPath& path, Format format, DType dtype, const void* src,
-                               float* residual, size_t numel, void* dst) {
+void encodeHighestWithResidual(const CpuPath& path, Format format, const Terms& terms, float* residual,
+                               size_t numel, void* dst) {
   const TopKWire wire(path, format);
   Wide room;
   Wide sums;
   for (size_t block = 0; block < blockCount(numel); ++block) {
     const Span at = spanOf(numel, block);
     float* const owed = residual + at.first;
-    path.addAndOwe(numbersIn(path, dtype, src, at, room.numbers), owed, at.n, sums.numbers);
+    path.addAndOwe(summedIn(path, wire, terms, at, room.numbers), owed, at.n, sums.numbers);
     wire.emit(sums.numbers, {}, at, dst);
     wire.forEachKept(dst, at, [&](uint32_t place, float sent) {
       const float left = sums.numbers[place] - sent;
@@ -195,15 +205,15 @@ void encode(const CpuPath& path, Format format, DType dtype, const void* src, si
   });
 }
 
-void encodeWithResidual(const CpuPath& path, Format format, DType dtype, const void* src, float* residual,
-                        size_t numel, void* dst) {
-  if (format.wire == Wire::sign1) return encodeSignsWithResidual(path, dtype, src, residual, numel, dst);
+void encodeWithResidual(const CpuPath& path, Format format, const Terms& terms, float* residual, size_t numel,
+                        void* dst) {
+  if (format.wire == Wire::sign1) return encodeSignsWithResidual(path, terms, residual, numel, dst);
   if (format.wire == Wire::topk) {
-    return encodeHighestWithResidual(path, format, dtype, src, residual, numel, dst);
+    return encodeHighestWithResidual(path, format, terms, residual, numel, dst);
   }
   withWire(path, format, [&](const auto& wire) {
     const auto numbersOf = [&](Span at, float* room) -> const float* {
-      path.add(numbersIn(path, dtype, src, at, room), residual + at.first, at.n, room);
+      path.add(summedIn(path, wire, terms, at, room), residual + at.first, at.n, room);
       return room;
     };
     const auto after = [&](Span at, const float* x) {

@@ -15,6 +15,13 @@ struct Sum {
   float termScale = 1.0f;
 };
 
+// What is encoded with a residual: numbers, and to these are added what others have sent, if anybody did.
+struct Terms {
+  DType dtype;
+  const void* own;
+  Sum others;
+};
+
 // One block of a minmax chunk, or of a sign1 chunk.
 struct Levels {
   Header header;

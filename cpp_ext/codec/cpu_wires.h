@@ -1,7 +1,8 @@
 // The compressing wires on the CPU, block by block, made of the loops of a path.
 //
 // Each wire has: prepare, what is to be known of a block before it is written; emit, which writes it to the
-// chunk; decode; and sum, of the same block of several chunks.
+// chunk; decode; sum, of the same block of several chunks; and addTo, which adds these to numbers, one chunk
+// after the other.
 //
 // Threads: objects live for one call.
 #pragma once
@@ -53,14 +54,14 @@ struct alignas(64) Wide {
 };
 
 // Adds up chunks in groups of as many as a loop of a path takes: `add(group, first)` adds one, and multiplies
-// all so far by the group's scale.
+// all so far by the group's scale. Unless the sum is new, there is something that it is added to.
 template <class Add>
-void sumInGroups(Sum sum, Add add) {
+void sumInGroups(Sum sum, bool isNew, Add add) {
   size_t done = 0;
   for (; sum.count - done > kMostTerms; done += kMostTerms) {
-    add(Sum{sum.src + done, kMostTerms, 1.0f, sum.termScale}, done == 0);
+    add(Sum{sum.src + done, kMostTerms, 1.0f, sum.termScale}, isNew && done == 0);
   }
-  add(Sum{sum.src + done, sum.count - done, sum.scale, sum.termScale}, done == 0);
+  add(Sum{sum.src + done, sum.count - done, sum.scale, sum.termScale}, isNew && done == 0);
 }
 
 // f32, f16, bf16.
@@ -78,6 +79,13 @@ class PlainWire {
     path_.widen(dtype_, advance(chunk, at.first * size_), at.n, dst);
   }
   void sum(Sum sum, Span at, float* dst) const { path_.sumNumbers(dtype_, sum, at.first, at.n, dst); }
+  void addTo(Sum sum, Span at, float* dst) const {
+    for (size_t k = 0; k < sum.count; ++k) {
+      Wide term;
+      decode(sum.src[k], at, term.numbers);
+      path_.add(dst, term.numbers, at.n, dst);
+    }
+  }
 
  private:
   const CpuPath& path_;
@@ -119,7 +127,7 @@ class MinMaxWire {
       this->sum(sum, nextAt, next);
       return emitAndPrepare(x, grid, at, chunk, next, nextAt);
     }
-    const Terms terms(*this, sum, nextAt);
+    const Blocks terms(*this, sum, nextAt);
     Prepared prepared;
     write(grid, at, chunk, [&](uint8_t* q) {
       prepared = path_.quantiseAndSum(x, grid, q, levels, terms.blocks, sum.count, sum.scale, next);
@@ -143,12 +151,8 @@ class MinMaxWire {
     return exact ? Sum{sum.src, sum.count, 1.0f, sum.scale} : sum;
   }
 
-  void sum(Sum sum, Span at, float* dst) const {
-    sumInGroups(sum, [&](Sum group, bool first) {
-      const Terms terms(*this, group, at);
-      path_.sumLevels(terms.blocks, group.count, first, group.scale, at.n, dst);
-    });
-  }
+  void sum(Sum sum, Span at, float* dst) const { addUp(sum, true, at, dst); }
+  void addTo(Sum sum, Span at, float* dst) const { addUp(sum, false, at, dst); }
 
  private:
   // Levels that were packed, one per byte.
@@ -181,12 +185,19 @@ class MinMaxWire {
     return payload;
   }
 
+  void addUp(Sum sum, bool isNew, Span at, float* dst) const {
+    sumInGroups(sum, isNew, [&](Sum group, bool first) {
+      const Blocks terms(*this, group, at);
+      path_.sumLevels(terms.blocks, group.count, first, group.scale, at.n, dst);
+    });
+  }
+
   // The same block of several chunks.
-  struct Terms {
+  struct Blocks {
     Levels blocks[kMostTerms];
     Bytes rooms[kMostTerms];
 
-    Terms(const MinMaxWire& wire, Sum sum, Span at) {
+    Blocks(const MinMaxWire& wire, Sum sum, Span at) {
       for (size_t k = 0; k < sum.count; ++k) {
         const auto [base, scale] = itemAt<Header>(sum.src[k], 0, at.block);
         const Header header{base * sum.termScale, scale * sum.termScale};
@@ -221,13 +232,8 @@ class SignWire {
     path_.decodeSigns(signsIn(chunk, at), at.n, dst);
   }
 
-  void sum(Sum sum, Span at, float* dst) const {
-    sumInGroups(sum, [&](Sum group, bool first) {
-      Signs blocks[kMostTerms];
-      for (size_t k = 0; k < group.count; ++k) blocks[k] = signsIn(group.src[k], at);
-      path_.sumSigns(blocks, group.count, first, group.scale, at.n, dst);
-    });
-  }
+  void sum(Sum sum, Span at, float* dst) const { addUp(sum, true, at, dst); }
+  void addTo(Sum sum, Span at, float* dst) const { addUp(sum, false, at, dst); }
 
   // Encodes the sum of at most kMostCounted chunks, by the rules of signs.h.
   void encodeCounted(Sum sum, Span at, void* chunk) const {
@@ -257,6 +263,14 @@ class SignWire {
     } else {
       std::memset(bits, 0, (at.n + 7) / 8);
     }
+  }
+
+  void addUp(Sum sum, bool isNew, Span at, float* dst) const {
+    sumInGroups(sum, isNew, [&](Sum group, bool first) {
+      Signs blocks[kMostTerms];
+      for (size_t k = 0; k < group.count; ++k) blocks[k] = signsIn(group.src[k], at);
+      path_.sumSigns(blocks, group.count, first, group.scale, at.n, dst);
+    });
   }
 
   Signs signsIn(const void* chunk, Span at) const {
@@ -324,10 +338,13 @@ class TopKWire {
       return;
     }
     std::fill_n(dst, at.n, 0.0f);
+    addTo(sum, at, dst);
+    scaleBy(sum.scale, at.n, dst);
+  }
+  void addTo(Sum sum, Span at, float* dst) const {
     for (size_t k = 0; k < sum.count; ++k) {
       forEachKept(sum.src[k], at, [&](uint32_t place, float x) { dst[place] += x; });
     }
-    scaleBy(sum.scale, at.n, dst);
   }
 
  private:
@@ -362,6 +379,10 @@ class RandomKWire {
 
   void sum(Sum sum, Span at, float* dst) const {
     std::fill_n(dst, at.n, 0.0f);
+    addTo(sum, at, dst);
+    scaleBy(sum.scale, at.n, dst);
+  }
+  void addTo(Sum sum, Span at, float* dst) const {
     const RandomOrder order(seed_, at.block, at.n);
     uint32_t places[kMostKept];
     for (uint32_t j = 0; j < keptOf(keep_, at.n); ++j) places[j] = order.at(j);
@@ -369,7 +390,6 @@ class RandomKWire {
     for (size_t k = 0; k < sum.count; ++k) {
       forKept(sum.src[k], at, keep_, placeOf, [&](uint32_t place, float x) { dst[place] += x; });
     }
-    scaleBy(sum.scale, at.n, dst);
   }
 
  private:

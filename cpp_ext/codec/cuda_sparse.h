@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_load.h"
+#include "cuda_task.h"
 #include "cuda_warp.h"
 #include "sparse.h"
 
@@ -36,16 +37,18 @@ struct Kept {
   __device__ RandomOrder order() const { return {format.seed, block.index, block.length()}; }
 };
 
-// x = before + src[0] + src[1] + ..., in that order; `before` may be null.
+// x = before + src[0] + src[1] + ..., in that order.
 template <Wire wire>
-__device__ void loadKept(const void* const* src, unsigned count, const float* before, Kept kept, Quads& x) {
+__device__ void loadKept(const Sources& sources, Kept kept, Quads& x) {
   constexpr unsigned kAtOnce = 4;  // sources whose loads are under way together
   alignas(16) __shared__ float sums[kBlockElems];
   const Block block = kept.block;
+  const unsigned count = sources.count;
+  const void* const* src = sources.src;
+  Quads start = {};
+  if (sources.before.at != nullptr) loadNumbers(sources.before, block, start);
   for (int quad = 0; quad < kQuads; ++quad) {
-    float start[kQuad] = {};
-    if (before != nullptr) loadQuad(before + block.first(), block.place(quad), start);
-    storeQuad(sums, {block.place(quad).offset, kQuad, true}, start);
+    storeQuad(sums, {block.place(quad).offset, kQuad, true}, start[quad]);
   }
   const uint32_t turned = block.turned();
   const bool mine = turned < kept.count();

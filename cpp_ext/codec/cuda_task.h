@@ -7,11 +7,33 @@ namespace baguarun::codec::cuda {
 
 constexpr size_t kMostSources = 64;  // in one kernel's parameters
 
+// Plain ones; `at` may be null.
+struct Numbers {
+  const void* at = nullptr;
+  DType dtype = DType::f32;
+};
+
 struct Sources {
   const void* src[kMostSources];
   unsigned count;
-  const float* before;  // the sum of earlier sources, or null
+  Numbers before;  // the sum of earlier sources, or what these are added to
 };
+
+// The thread's part of a block of numbers whose type the launch knows.
+__device__ inline void loadNumbers(Numbers numbers, Block block, Quads& x) {
+  const auto load = [&](auto part) {
+    part.fetch(numbers.at, block);
+    part.template widen</*isSummed=*/false>(x);
+  };
+  switch (numbers.dtype) {
+    case DType::f32:
+      return load(Plain<Wire::f32>());
+    case DType::f16:
+      return load(Plain<Wire::f16>());
+    case DType::bf16:
+      return load(Plain<Wire::bf16>());
+  }
+}
 
 struct Task {
   Sources sources;

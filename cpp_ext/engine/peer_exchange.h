@@ -15,7 +15,6 @@
 #include "engine/buffer_pool.h"
 #include "engine/errors.h"
 #include "engine/host_operation.h"
-#include "engine/own_chunk.h"
 #include "engine/plan.h"
 #include "engine/ranges.h"
 #include "engine/transfers.h"
@@ -25,6 +24,11 @@ namespace baguarun::engine {
 // Scatter-reduce-gather with one message per pair and stage. Plain gradients are sent from and received into
 // the bucket itself; others are encoded on the way out and decoded on the way in, the result of this rank's
 // own chunk included, so that all ranks hold the same bits.
+//
+// What a rank contributes to its own chunk goes nowhere. With error feedback it passes no codec, which would
+// lose something of it for nothing. The rank owes nothing for it, and in that place has what the result
+// lacks: as its own contribution, so that it stays with the parameter wherever that is summed up next. It is
+// the sum that is encoded, for an average would owe in other units: who decodes it divides.
 //
 // Two rounds instead of the 2(n-1) of a ring, and the same bytes: each rank sends 2(n-1)/n of the bucket.
 class PeerExchange final : public HostOperation {
@@ -46,8 +50,7 @@ class PeerExchange final : public HostOperation {
         flat_(bucket.flat),
         coded_(buffers.exchanged),
         received_(buffers.received),
-        residual_(bucket.residual),
-        own_(bucket, layout_.begin(rank_), layout_.numElements(rank_)) {
+        residual_(bucket.residual) {
     for (Transfers* transfers : {&scatterSends_, &scatterReceives_, &gatherSends_, &gatherReceives_}) {
       transfers->nameRanks(ranks);
     }
@@ -77,7 +80,7 @@ class PeerExchange final : public HostOperation {
     for (size_t step = 1; step < size_; ++step) {
       receive(chunks_, source(step), Stage::kGather, gatherReceives_);
     }
-    if (!own_.feeds()) {
+    if (!residual_.defined()) {
       encodeChunk(rank_);
     }
   }
@@ -168,7 +171,7 @@ class PeerExchange final : public HostOperation {
     sources_.clear();
     for (size_t peer = 0; peer < size_; ++peer) {
       contributions_[peer] = peer == rank_ ? chunks_[rank_] : slice(receivedBuffer_, chunkBytes(rank_));
-      if (peer != rank_ || !own_.feeds()) {
+      if (peer != rank_ || !residual_.defined()) {
         sources_.push_back(contributions_[peer].data_ptr());
       }
     }
@@ -217,6 +220,8 @@ class PeerExchange final : public HostOperation {
     return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * elementSize_;
   }
 
+  float* owed(size_t rank) const { return residual_.data_ptr<float>() + layout_.begin(rank); }
+
   void encodeChunk(size_t rank) {
     const size_t numElements = layout_.numElements(rank);
     if (plain_ || numElements == 0) {
@@ -224,8 +229,7 @@ class PeerExchange final : public HostOperation {
     }
     const Span span("encode", "codec", chunkElementBytes(rank));
     if (residual_.defined()) {
-      codec::encodeWithResidual(kHost, format_, dtype_, place(rank),
-                                residual_.data_ptr<float>() + layout_.begin(rank), numElements,
+      codec::encodeWithResidual(kHost, format_, dtype_, place(rank), owed(rank), numElements,
                                 chunks_[rank].data_ptr());
     } else {
       codec::encode(kHost, format_, dtype_, place(rank), numElements, chunks_[rank].data_ptr());
@@ -238,8 +242,9 @@ class PeerExchange final : public HostOperation {
       return;
     }
     const Span span("reduce and encode", "codec", chunkElementBytes(rank_));
-    if (own_.feeds()) {
-      own_.encodeSum(kHost, format_, sources_, place(rank_), chunks_[rank_].data_ptr());
+    if (residual_.defined()) {
+      codec::encodeSumWithResidual(kHost, format_, dtype_, place(rank_), sources_.data(), sources_.size(),
+                                   owed(rank_), numElements, chunks_[rank_].data_ptr());
     } else {
       codec::reduceEncode(kHost, format_, sources_.data(), size_, scale_, numElements,
                           chunks_[rank_].data_ptr());
@@ -250,7 +255,7 @@ class PeerExchange final : public HostOperation {
     if (!plain_ && layout_.numElements(rank) > 0) {
       const Span span("decode", "codec", chunkElementBytes(rank));
       const void* const chunk = chunks_[rank].data_ptr();
-      if (own_.feeds()) {
+      if (residual_.defined()) {
         codec::reduceDecode(kHost, format_, dtype_, &chunk, 1, scale_, layout_.numElements(rank),
                             place(rank));
       } else {
@@ -276,7 +281,6 @@ class PeerExchange final : public HostOperation {
   const std::shared_ptr<BufferPool> coded_;
   const std::shared_ptr<BufferPool> received_;
   const at::Tensor residual_;
-  OwnChunk own_;
   uint32_t round_ = 0;
   // What has been decoded in this round, by its headers.
   bool finite_ = false;

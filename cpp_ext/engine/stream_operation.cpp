@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "engine/low_rank_stream.h"
-#include "engine/own_chunk.h"
 #include "engine/plan.h"
 
 namespace baguarun::engine {
@@ -71,15 +70,14 @@ class StreamExchange final : public StreamOperation {
         layout_(static_cast<size_t>(bucket.flat.numel()), size_),
         chunkBytes_(codec::encodedBytes(format_, layout_.stride())),
         flat_(bucket.flat),
-        residual_(bucket.residual),
-        ownChunk_(bucket, layout_.begin(rank_), layout_.numElements(rank_)) {
+        residual_(bucket.residual) {
     const auto bytes = bucket.flat.options().dtype(at::kByte);
     const auto total = static_cast<int64_t>(chunkBytes_ * size_);
     outgoing_ = at::zeros({total}, bytes);
     incoming_ = at::zeros({total}, bytes);
     own_ = outgoing_.narrow(0, static_cast<int64_t>(chunkBytes_ * rank_), static_cast<int64_t>(chunkBytes_));
     for (size_t peer = 0; peer < size_; ++peer) {
-      if (peer != rank_ || !ownChunk_.feeds()) {
+      if (peer != rank_ || !residual_.defined()) {
         sources_.push_back(chunk(incoming_, peer));
       }
     }
@@ -88,7 +86,7 @@ class StreamExchange final : public StreamOperation {
   void enqueue(c10::Stream stream, uint32_t /*round*/) override {
     const codec::Exec exec{codec::Device::cuda, stream.native_handle()};
     for (size_t peer = 0; peer < size_; ++peer) {
-      if (peer != rank_ || !ownChunk_.feeds()) {
+      if (peer != rank_ || !residual_.defined()) {
         encodeChunk(exec, peer);
       }
     }
@@ -111,14 +109,15 @@ class StreamExchange final : public StreamOperation {
     return static_cast<char*>(flat_.data_ptr()) + layout_.begin(rank) * flat_.element_size();
   }
 
+  float* owed(size_t rank) const { return residual_.data_ptr<float>() + layout_.begin(rank); }
+
   void encodeChunk(codec::Exec exec, size_t peer) {
     const size_t numElements = layout_.numElements(peer);
     if (numElements == 0) {
       return;
     }
     if (residual_.defined()) {
-      codec::encodeWithResidual(exec, format_, dtype_, place(peer),
-                                residual_.data_ptr<float>() + layout_.begin(peer), numElements,
+      codec::encodeWithResidual(exec, format_, dtype_, place(peer), owed(peer), numElements,
                                 chunk(outgoing_, peer));
     } else {
       codec::encode(exec, format_, dtype_, place(peer), numElements, chunk(outgoing_, peer));
@@ -131,7 +130,7 @@ class StreamExchange final : public StreamOperation {
     if (numElements == 0) {
       return;
     }
-    if (ownChunk_.feeds()) {
+    if (residual_.defined()) {
       codec::reduceDecode(exec, format_, dtype_, &result, 1, scale_, numElements, place(peer));
     } else {
       codec::decode(exec, format_, dtype_, result, numElements, place(peer));
@@ -144,8 +143,9 @@ class StreamExchange final : public StreamOperation {
       return;
     }
     void* const result = chunk(outgoing_, rank_);
-    if (ownChunk_.feeds()) {
-      ownChunk_.encodeSum(exec, format_, sources_, place(rank_), result);
+    if (residual_.defined()) {
+      codec::encodeSumWithResidual(exec, format_, dtype_, place(rank_), sources_.data(), sources_.size(),
+                                   owed(rank_), numElements, result);
     } else {
       codec::reduceEncode(exec, format_, sources_.data(), size_, scale_, numElements, result);
     }
@@ -161,7 +161,6 @@ class StreamExchange final : public StreamOperation {
   const size_t chunkBytes_;
   const at::Tensor flat_;
   const at::Tensor residual_;
-  OwnChunk ownChunk_;
   at::Tensor outgoing_;
   at::Tensor incoming_;
   at::Tensor own_;

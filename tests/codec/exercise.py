@@ -41,6 +41,9 @@ def run(lib: ctypes.CDLL, numel: int) -> None:
             assert lib.shim_reduce_encode(CPU, format, *args, pointer(out)) == 0
             for dtype in DType:
                 numbers = np.zeros(numel, word_type(dtype))
+                carried = np.zeros(numel, np.float32)
+                terms = (int(dtype), pointer(numbers), table, ctypes.c_size_t(count), pointer(carried), size)
+                assert lib.shim_encode_sum_with_residual(CPU, format, *terms, pointer(out)) == 0
                 assert lib.shim_reduce_decode(CPU, format, int(dtype), *args, pointer(numbers)) == 0
 
 

@@ -157,6 +157,31 @@ class Codec:
         carried.check()
         return self._chunk_of(out, wire, numel), carried.room.view(np.float32)
 
+    def encode_sum_with_residual(
+        self, wire: Wire | Format, dtype: DType, own: Numbers, chunks: Sequence[Bytes], residual: Floats
+    ) -> tuple[Bytes, Floats]:
+        """The chunk and the new residual."""
+        numel = len(own)
+        out = self._chunk(wire, numel)
+        carried = self._numbers(DType.f32, numel)
+        carried.room[:] = residual.view(np.uint8)
+        first, src = self._moved(own), [self._moved(chunk) for chunk in chunks]
+        self._check(
+            self._lib.shim_encode_sum_with_residual(
+                self.device,
+                shim_format(wire),
+                int(dtype),
+                pointer(first),
+                self._pointers(src),
+                ctypes.c_size_t(len(src)),
+                pointer(carried.room),
+                ctypes.c_size_t(numel),
+                pointer(out.room),
+            )
+        )
+        carried.check()
+        return self._chunk_of(out, wire, numel), carried.room.view(np.float32)
+
     def decode(self, wire: Wire | Format, dtype: DType, chunk: Bytes, numel: int) -> Numbers:
         out = self._numbers(dtype, numel)
         src = self._moved(chunk)

@@ -280,10 +280,14 @@ def decode(wire: Wire | Format, dtype: DType, chunk: Bytes, numel: int) -> Numbe
 
 
 def encode_with_residual(
-    wire: Wire | Format, dtype: DType, numbers: Numbers, residual: Floats
+    wire: Wire | Format, dtype: DType, numbers: Numbers, residual: Floats, others: Sequence[Bytes] = ()
 ) -> tuple[Bytes, Floats]:
+    """Of `numbers` and the numbers in the chunks `others`, added in this order, in fp32."""
     with np.errstate(all="ignore"):
-        x = widen(dtype, numbers) + residual
+        x = widen(dtype, numbers)
+        for chunk in others:
+            x = x + decode(wire, DType.f32, chunk, len(x)).view(np.float32)
+        x = x + residual
         chunk = encode(wire, DType.f32, x)
         left = x - decode(wire, DType.f32, chunk, len(x)).view(np.float32)
     return chunk, np.where(np.isfinite(left), left, residual).astype(np.float32)

@@ -58,6 +58,15 @@ int shim_encode_with_residual(int device, ShimFormat format, int dtype, const vo
   });
 }
 
+int shim_encode_sum_with_residual(int device, ShimFormat format, int dtype, const void* own,
+                                  const void* const* src, size_t count, float* residual, size_t numel,
+                                  void* dst) {
+  return caught([&] {
+    codec::encodeSumWithResidual(execOf(device), formatOf(format), dtypeOf(dtype), own, src, count, residual,
+                                 numel, dst);
+  });
+}
+
 int shim_decode(int device, ShimFormat format, int dtype, const void* src, size_t numel, void* dst) {
   return caught([&] { codec::decode(execOf(device), formatOf(format), dtypeOf(dtype), src, numel, dst); });
 }

@@ -14,6 +14,7 @@ from tests.codec import native, numbers, reference
 from tests.codec.native import Codec
 from tests.codec.reference import DType, Format, Wire
 from tests.codec.test_reduce import assert_same_chunk, assert_same_numbers
+from tests.codec.test_residual import others_chunk
 
 SIZES = (1, 3, 70, 2047, 2048, 2048 + 6, 3 * 2048 + 1025)
 
@@ -69,6 +70,19 @@ def test_the_kernels_carry_the_residual(cuda: Codec, wire: Wire) -> None:
             want_chunk, want_left = reference.encode_with_residual(wire, DType.f32, x, residual)
             assert_same_chunk(wire, chunk, want_chunk)
             np.testing.assert_array_equal(left.view(np.uint32), want_left.view(np.uint32))
+
+
+@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("dtype", DType)
+def test_the_kernels_encode_a_sum_with_its_residual(cuda: Codec, wire: Wire, dtype: DType) -> None:
+    for numel, count in ((3, 1), (2047, 2), (2 * 2048 + 6, 3), (2048, 7), (2048 + 6, 65)):
+        own = reference.narrow(dtype, samples(numel, seed=1)[-2])
+        others = [others_chunk(wire, numel, seed) for seed in range(count)]
+        residual = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
+        chunk, left = cuda.encode_sum_with_residual(wire, dtype, own, others, residual)
+        want_chunk, want_left = reference.encode_with_residual(wire, dtype, own, residual, others)
+        assert_same_chunk(wire, chunk, want_chunk)
+        np.testing.assert_array_equal(left.view(np.uint32), want_left.view(np.uint32))
 
 
 @pytest.mark.parametrize("keep", [1, 256])

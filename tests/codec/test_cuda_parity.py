@@ -91,6 +91,24 @@ def test_a_residual_is_the_same_on_cpu_and_cuda(extension: ModuleType, wire: str
         assert_same_bits(on_device, residual)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("count", [1, 3, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_sum_with_a_residual_is_the_same_on_cpu_and_cuda(
+    extension: ModuleType, wire: str, count: int, dtype: torch.dtype
+) -> None:
+    kind = getattr(extension.Wire, wire)
+    numel = 50_001
+    own = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    others = [extension.encode(torch.linspace(-k, k + 1, numel), kind) for k in range(count)]
+    residual = torch.linspace(-1, 1, numel)
+    on_device = residual.cuda()
+    chunk = extension.encode_with_residual(own, residual, kind, others=others)
+    there = [other.cuda() for other in others]
+    assert_same_bits(extension.encode_with_residual(own.cuda(), on_device, kind, others=there), chunk)
+    assert_same_bits(on_device, residual)
+
+
 def test_a_chunk_of_more_than_two_to_the_31_numbers_is_encoded_to_its_end(extension: ModuleType) -> None:
     numel = 2**31 + 2048 + 5
     needed_bytes = 4 * numel + 2 * numel

@@ -23,6 +23,10 @@ def assert_empty_stays_empty(codec: Codec, wire: Wire) -> None:
         assert len(codec.encode(wire, dtype, none)) == 0
         chunk, residual = codec.encode_with_residual(wire, dtype, none, np.zeros(0, np.float32))
         assert len(chunk) == len(residual) == 0
+        sum_chunk, residual = codec.encode_sum_with_residual(
+            wire, dtype, none, [NOTHING] * 3, np.zeros(0, np.float32)
+        )
+        assert len(sum_chunk) == len(residual) == 0
         assert len(codec.decode(wire, dtype, NOTHING, 0)) == 0
         assert len(codec.reduce_decode(wire, dtype, [NOTHING] * 3, 0.5, 0)) == 0
     assert len(codec.reduce_encode(wire, [NOTHING] * 3, 0.5, 0)) == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.codec import numbers, reference
+from tests.codec import native, numbers, reference
 from tests.codec.native import Codec
 from tests.codec.reference import DType, Format, Wire, widen
 from tests.codec.test_reduce import assert_same_chunk
@@ -29,6 +31,43 @@ def test_chunk_and_residual_have_the_bits_of_the_reference(
     want_chunk, want_left = reference.encode_with_residual(wire, dtype, x, residual)
     assert_same_chunk(wire, chunk, want_chunk)
     np.testing.assert_array_equal(left.view(np.uint32), want_left.view(np.uint32))
+
+
+@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_a_sum_is_encoded_with_a_residual_as_in_the_reference(
+    codec: Codec, wire: Wire, dtype: DType, count: int, data: st.DataObject
+) -> None:
+    own = data.draw(numbers.of_dtype(dtype))
+    rng = np.random.default_rng(len(own))
+    residual = rng.standard_normal(len(own)).astype(np.float32)
+    others = [others_chunk(wire, len(own), seed) for seed in range(count)]
+    chunk, left = codec.encode_sum_with_residual(wire, dtype, own, others, residual)
+    want_chunk, want_left = reference.encode_with_residual(wire, dtype, own, residual, others)
+    assert_same_chunk(wire, chunk, want_chunk)
+    np.testing.assert_array_equal(left.view(np.uint32), want_left.view(np.uint32))
+
+
+def others_chunk(wire: Wire, numel: int, seed: int) -> np.ndarray:
+    """What another rank may send: one in three has a number that is not finite."""
+    x = np.random.default_rng(seed).standard_normal(numel).astype(np.float32)
+    if seed % 3 == 2:
+        x[numel // 2] = np.inf
+    return reference.encode(wire, DType.f32, x)
+
+
+def test_a_chunk_that_is_not_there_is_refused() -> None:
+    lib = ctypes.CDLL(str(native.build(native.FAST)))
+    lib.shim_error.restype = ctypes.c_char_p
+    values = np.zeros(64, np.float32)
+    room = native.pointer(values)
+    nowhere, numel = (ctypes.c_void_p * 2)(), ctypes.c_size_t(8)
+    terms = (int(DType.f32), room, nowhere, ctypes.c_size_t(len(nowhere)), room, numel)
+    assert lib.shim_encode_sum_with_residual(native.CPU, native.shim_format(Wire.sign1), *terms, room) == 1
+    assert lib.shim_error() == b"codec.encodeSumWithResidual: src[0] is null"
 
 
 @pytest.mark.parametrize("format", BIASED, ids=lambda format: format.wire.name)

@@ -88,7 +88,7 @@ class PlainExchange:
             # What its owner contributes itself is not sent, and owes nothing; the result may.
             others = [rank for rank in range(self.world_size) if rank != owner]
             terms = [self._coded(flats[rank][here], owed[rank][here]) for rank in others]
-            total = self._coded(_sum([*terms, flats[owner][here]]), owed[owner][here])
+            total = self._coded(_sum([flats[owner][here], *terms]), owed[owner][here])
             results.append(total * (1 / size))
         return torch.cat(results)
 
