@@ -131,6 +131,10 @@ def kernels(device: str, count: int, repeats: int) -> list[Row]:
                 3 * values.nbytes + coded,
                 lambda w=wire, r=residual: codec.encode_with_residual(values, r, w),
             )
+            works[f"encode the sum with {_INPUTS - 1} chunks with residual"] = (
+                3 * values.nbytes + _INPUTS * coded,
+                lambda w=wire, r=residual, c=chunks: codec.encode_with_residual(values, r, w, others=c[1:]),
+            )
             works[f"reduce {_INPUTS} to fp32"] = (
                 values.nbytes + _INPUTS * coded,
                 lambda w=wire, c=chunks: codec.reduce_decode(c, w, 0.25, count, torch.float32),
@@ -198,6 +202,12 @@ def parity(device: str) -> list[Row]:
                 pairs.append((
                     codec.encode_with_residual(values, left[0], wire),
                     codec.encode_with_residual(values.to(device), left[1], wire),
+                ))  # fmt: skip
+                pairs.append((left[0].view(torch.int32), left[1].view(torch.int32)))
+                others = [here] * (_INPUTS - 1), [there] * (_INPUTS - 1)
+                pairs.append((
+                    codec.encode_with_residual(values, left[0], wire, others=others[0]),
+                    codec.encode_with_residual(values.to(device), left[1], wire, others=others[1]),
                 ))  # fmt: skip
                 pairs.append((left[0].view(torch.int32), left[1].view(torch.int32)))
             for one, other in pairs:
