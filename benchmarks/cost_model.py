@@ -226,7 +226,8 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
         # send a shard each, and two hosts are each other's only neighbour.
         is_pair = cluster.hosts == 2 and (level != "flat" or cluster.per_host == 1)
         coded_bytes = size_bytes * _ratio(_CODED_NEIGHBOURS[base])
-        return Cost(host_bytes=(1 if is_pair else 2) * coded_bytes, messages=1, behind=Behind.STEP)
+        # A piece is waited for when it is its turn in the next step: its trip is behind the others.
+        return Cost(host_bytes=(1 if is_pair else 2) * coded_bytes, messages=0, behind=Behind.STEP)
     if base in ("decentralized_shift_one", "decentralized_exponential"):
         senders = 1.0 if level != "flat" else _senders(cluster, is_exponential=base.endswith("exponential"))
         return Cost(host_bytes=senders * size_bytes, messages=1, behind=Behind.COMPUTING)

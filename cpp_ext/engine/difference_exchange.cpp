@@ -163,11 +163,10 @@ DifferenceExchange::DifferenceExchange(Group group, codec::Wire wire, std::vecto
 void DifferenceExchange::start() {
   guarded([this] {
     ++round_;
-    // All of the last one first: if a neighbour is lost, weights stay as they are.
-    for (size_t position = 0; running_ && position < pieces_.size(); ++position) {
-      await(position);
-    }
     for (size_t position = 0; position < pieces_.size(); ++position) {
+      if (running_) {
+        await(position);
+      }
       work(position, running_, true);
       receive(position);
       send(position);

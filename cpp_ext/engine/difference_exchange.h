@@ -35,7 +35,9 @@ struct Replica {
 // What comes in is needed in the next exchange only, so start() returns when x is final and all messages are
 // handed to the network, receives as well: whoever leaves the group in good order lets them end. Buffers
 // travel in pieces, and each piece of an exchange sets out before the next one is looked at. What neighbours
-// sent of it in the last exchange is taken in on the same way through memory.
+// sent of it in the last exchange is taken in on the same way through memory, and only that piece is waited
+// for: so the line is never empty, and a message's trip is hidden behind the other pieces. If a neighbour is
+// lost meanwhile, the pieces before are mixed already, and the others are not.
 //
 // Threads: the one that trains.
 class DifferenceExchange {

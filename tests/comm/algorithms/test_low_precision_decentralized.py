@@ -4,6 +4,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -29,7 +30,7 @@ from tests.comm.algorithms.simulation import (
     train_each,
     weights_of,
 )
-from tests.comm.ranks import run_ranks_to_the_end
+from tests.comm.ranks import run_ranks, run_ranks_to_the_end
 
 STEPS = 7
 PIECE = 128 * 1024
@@ -185,6 +186,41 @@ def exchange_with_and_without_waiting(kind: str, bits: int) -> None:
 @pytest.mark.parametrize(("world_size", "bits"), [(2, 8), (3, 4)])
 def test_what_came_meanwhile_is_taken_in_by_the_next_exchange(world_size: int, bits: int, kind: str) -> None:
     run_for_tensors(exchange_with_and_without_waiting, world_size, kind, bits)
+
+
+def hold_a_piece_back() -> None:
+    """Rank 1 plays a neighbour whose last piece is late. Raises unless rank 0 goes on before that."""
+    num_elements, bound = 2 * PIECE + 5, timedelta(seconds=30)
+    if dist.get_rank() == 0:
+        own = torch.zeros(num_elements)
+        exchange = make_exchange("on the host", 8, [(torch.randn(num_elements), own, [own.clone()])])
+        exchange.start()
+        exchange.start()
+        exchange.wait()
+        return
+    extension = load_extension()
+    wire = extension.Wire.MINMAX8
+    messages = [extension.encode(piece, wire) for piece in torch.zeros(num_elements).split(PIECE)]
+
+    def tag(exchange: int, piece: int) -> int:
+        # As messageTag in cpp_ext/engine/transfers.h.
+        return exchange << 19 | piece << 1
+
+    come = {
+        (exchange, piece): dist.irecv(messages[piece].clone(), 0, tag=tag(exchange, piece))
+        for exchange in (1, 2)
+        for piece in range(3)
+    }
+    sent = [dist.isend(messages[piece], 0, tag=tag(1, piece)) for piece in (0, 1)]
+    come[2, 1].wait(bound)
+    sent += [dist.isend(messages[piece], 0, tag=tag(exchange, piece)) for exchange, piece in ((1, 2), (2, 0))]
+    sent += [dist.isend(messages[piece], 0, tag=tag(2, piece)) for piece in (1, 2)]
+    for work in (*come.values(), *sent):
+        work.wait(bound)
+
+
+def test_the_next_exchange_waits_for_no_more_than_the_piece_that_is_its_turn() -> None:
+    run_ranks(hold_a_piece_back, 2)
 
 
 def one_buffer() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
