@@ -392,8 +392,8 @@ void reduce(cudaStream_t stream, Reduction what, const void* const* src, size_t 
   }
 }
 
-// Calls `last(src, count, before)` with as many sources as one launch takes; `before` is the sum of the
-// others that there are, and of what is to be before these.
+// Calls `last(src, count, before)` with the last sources, as many as one launch takes. The others have been
+// added to `before` by then.
 template <class Last>
 void addUp(cudaStream_t stream, Format in, size_t numel, const void* const* src, size_t count, Numbers before,
            Last last) {
