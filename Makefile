@@ -4,12 +4,14 @@
 #
 # PYTHON=python3.12   the interpreter the environment is made with
 # TORCH=torch==2.12.0 another torch (any pip requirement; 2.11 to 2.13)
+# TESTS_AT_ONCE=1     how many tests run at a time (3: many of them wait more than they compute)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+TESTS_AT_ONCE ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -40,7 +42,7 @@ test-deps:
 	scripts/test_deps.sh
 
 test: setup test-deps
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n $(TESTS_AT_ONCE) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
