@@ -13,7 +13,7 @@ import pytest
 from baguarun.launcher.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 
