@@ -24,7 +24,7 @@ _UNEVEN_MBIT = (500, 500, 500, 100)
 _EQUAL_MBIT = (500, 500, 500, 500)
 # Ethernet, IP and TCP headers with timestamps: of 1514 bytes on the wire 1448 are ours.
 _PAYLOAD_SHARE = 1448 / 1514
-_SENDER, _RECEIVER = "n1-bench-a", "n1-bench-b"
+_SENDER, _RECEIVER = f"n1-bench-{os.getpid()}-a", f"n1-bench-{os.getpid()}-b"
 _NIC = "n1-veth"
 _FIRST_PORT = 40000
 

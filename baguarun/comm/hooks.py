@@ -5,7 +5,7 @@
 
 Each bucket goes through one scatter-reduce-gather: rank r gets share r of every rank's bucket, encoded; sums
 these in fp32, in rank order; and sends the average, encoded, to all. With error feedback its own part comes
-last and as it is, for nobody sends it, and the sum is what travels. Every rank decodes all shares from what
+first and as it is, for nobody sends it, and the sum is what travels. Every rank decodes all shares from what
 was sent, its own too, so that replicas stay bit-equal.
 
 Buckets are a pipeline: while backward computes the next one, the shares of this one are on their way, and the

@@ -93,6 +93,12 @@ at::Tensor encodeWithResidual(const at::Tensor& values, at::Tensor residual, cod
                                " contiguous float32 numbers on the device of the values");
   }
   at::Tensor chunk = emptyChunk(plain, format, static_cast<size_t>(plain.numel()));
+  for (const at::Tensor& other : others) {
+    if (other.nbytes() != chunk.nbytes() || !other.is_contiguous() || other.device() != plain.device()) {
+      throw engine::UsageFailure("others: want contiguous chunks of " + std::to_string(chunk.nbytes()) +
+                                 " bytes on the device of the values");
+    }
+  }
   const c10::OptionalDeviceGuard guard(at::device_of(plain));
   codec::encodeSumWithResidual(execOf(plain), format, engine::codecType(plain.scalar_type()),
                                plain.const_data_ptr(), pointersTo(others).data(), others.size(),

@@ -160,7 +160,7 @@ void encodeSumWithResidual(Exec exec, Format format, DType dtype, const void* ow
                            size_t count, float* residual, size_t numel, void* dst) {
   checkFormat(format);
   if (numel == 0) return;
-  if (residual == nullptr) throw std::invalid_argument("codec.encodeWithResidual: residual is null");
+  if (residual == nullptr) throw std::invalid_argument("codec.encodeSumWithResidual: residual is null");
   checkSources("codec.encodeSumWithResidual", src, count);
   if (exec.device == Device::cuda) {
     return cuda::encodeSumWithResidual(exec.stream, format, dtype, own, src, count, residual, numel, dst);

@@ -61,8 +61,8 @@
 // and are fastest at 16; plain numbers want the alignment of their type. Exactly the payload is written: the
 // padding between the payload's end and encodedBytes is left as it is. Source and destination must not
 // overlap, except that `dst` may be exactly one of the `src` of a reduction whose result has the same
-// representation, and exactly `src` of a copy. A CUDA reduction of more than 64 chunks borrows numel floats
-// from the stream's pool.
+// representation, and exactly `src` of a copy. What sums up more than 64 chunks on CUDA borrows numel
+// floats from the stream's pool.
 //
 // Errors. std::invalid_argument for a reduction of nothing or of null pointers, and for `keep` out of range;
 // std::runtime_error for

@@ -20,7 +20,7 @@ enum class OperationKind {
   // The backend's own all-reduce, in the gradient's type.
   kAllReduce,
   // Every rank receives its chunk from all others, reduces it in rank order in fp32 (with error feedback, its
-  // own part last), and sends the result to all.
+  // own part first), and sends the result to all.
   kScatterReduceGather,
   // Matrices as the products of a few vectors, with error feedback (low_rank_exchange.h).
   kPowerSgd,

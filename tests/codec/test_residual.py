@@ -6,9 +6,12 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baguarun.comm.extension import load_extension
+from baguarun.errors import UsageError
 from tests.codec import native, numbers, reference
 from tests.codec.native import Codec
 from tests.codec.reference import DType, Format, Wire, widen
@@ -68,6 +71,15 @@ def test_a_chunk_that_is_not_there_is_refused() -> None:
     terms = (int(DType.f32), room, nowhere, ctypes.c_size_t(len(nowhere)), room, numel)
     assert lib.shim_encode_sum_with_residual(native.CPU, native.shim_format(Wire.sign1), *terms, room) == 1
     assert lib.shim_error() == b"codec.encodeSumWithResidual: src[0] is null"
+
+
+@pytest.mark.parametrize("numel", [2048, 5000])
+def test_a_chunk_of_another_length_is_refused(numel: int) -> None:
+    extension = load_extension()
+    wire = extension.Wire.SIGN1
+    other, values = extension.encode(torch.zeros(numel), wire), torch.zeros(4096)
+    with pytest.raises(UsageError, match="others: want contiguous chunks of 528 bytes"):
+        extension.encode_with_residual(values, torch.zeros(4096), wire, others=[other])
 
 
 @pytest.mark.parametrize("format", BIASED, ids=lambda format: format.wire.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from tests.net.peer import Peer
 
 pytestmark = pytest.mark.root
 
-LEFT, RIGHT = "n1-left", "n1-right"
+LEFT, RIGHT = f"n1-{os.getpid()}-left", f"n1-{os.getpid()}-right"
 MIB = 1 << 20
 
 

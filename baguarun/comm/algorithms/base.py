@@ -27,7 +27,7 @@ class OperationKind(enum.Enum):
     ALL_REDUCE = "ALL_REDUCE"
     """The backend's own all-reduce, in the gradient's type."""
     SCATTER_REDUCE_GATHER = "SCATTER_REDUCE_GATHER"
-    """Each rank reduces its chunk in fp32, in rank order (with error feedback, its own part last), and sends
+    """Each rank reduces its chunk in fp32, in rank order (with error feedback, its own part first), and sends
     the result to all."""
     POWER_SGD = "POWER_SGD"
     """Matrices as products of `matrix_rank` pairs of vectors, averaged, with error feedback."""

@@ -1,7 +1,8 @@
 """Weights and their neighbours' on a ring, kept together by coded differences: on an accelerator's streams.
 
 What `DifferenceExchange` of the extension does on the CPU, with the same bits, as torch's operations and
-messages that are enqueued. Nothing of a round waits on the host.
+messages that are enqueued. Nothing of a round waits on the host. All messages of a round are waited for
+before the next one's, not each when it is its turn.
 """
 
 from __future__ import annotations

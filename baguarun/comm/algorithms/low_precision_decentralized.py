@@ -52,8 +52,9 @@ class LowPrecisionDecentralized(Algorithm):
     When the World changes, the exchange under way is dropped, every rank keeps its own weights, w begins as
     these, and the new neighbours send each other theirs in full.
 
-    Copies and w are fp32, of float64 weights float64; what travels is coded from fp32 always. On CUDA an
-    exchange is enqueued; its failure is NCCL's to report, and may leave half of a message in the weights.
+    Copies and w are fp32, of float64 weights float64; what travels is coded from fp32 always. An exchange
+    that breaks may have mixed some pieces of the weights, but not by rail. On CUDA it is enqueued; its
+    failure is NCCL's to report, and may leave half of a message in the weights.
     """
 
     name: ClassVar[str] = "low_precision_decentralized"
