@@ -12,6 +12,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 TESTS_AT_ONCE ?= 3
+# Whole clusters, whose nodes are to come at about the same time: one after the other.
+STORIES := tests/cluster tests/elastic/test_chaos.py tests/lab tests/net/test_namespaces.py
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -42,7 +44,8 @@ test-deps:
 	scripts/test_deps.sh
 
 test: setup test-deps
-	$(BIN)/python -m pytest -m "not gpu" -n $(TESTS_AT_ONCE) --dist worksteal
+	$(BIN)/python -m pytest -m "not gpu" -n $(TESTS_AT_ONCE) --dist worksteal $(addprefix --ignore=,$(STORIES))
+	$(BIN)/python -m pytest -m "not gpu" $(STORIES)
 
 lint: setup
 	$(BIN)/ruff check .
