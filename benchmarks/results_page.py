@@ -74,7 +74,7 @@ def _table(file: str, places: list[str]) -> Iterator[str]:
 
 
 def _cell(figures: list[Figure | None]) -> str:
-    """A dash for what was not measured in a place. Growth is of two places, and has one figure."""
+    """A dash for what a place has no figure of: growth has one in the place with latency only."""
     if not any(figures):
         return ""
     return ", ".join("–" if figure is None else str(figure) for figure in figures)
