@@ -15,7 +15,9 @@ from baguarun.comm.agreement import Declaration, refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.groups import read_worker_env
 from baguarun.comm.models import device_of
-from baguarun.comm.session import CommunicationStats, DataParallelSession, SessionSettings
+from baguarun.comm.session import DataParallelSession
+from baguarun.comm.settings import SessionSettings
+from baguarun.comm.stats import CommunicationStats
 from baguarun.comm.weighting import MicroBatch
 from baguarun.errors import ArgumentError, UsageError
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -15,73 +14,29 @@ import torch.distributed as dist
 from torch import nn
 
 from baguarun.comm import timeline
+from baguarun.comm.accumulation import Accumulation
 from baguarun.comm.agreement import Declaration, named_forms, refusals_told, require_same
 from baguarun.comm.algorithms import Algorithm
-from baguarun.comm.algorithms.base import BLOCK_WIRES, WIRE_OF_DTYPE, EngineMemory, Operation, OperationKind
-from baguarun.comm.algorithms.stages import StagedEngine
+from baguarun.comm.algorithms.base import EngineMemory
+from baguarun.comm.algorithms.stages import GradientStages, StagedEngine
 from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.boundary import StepBoundary
+from baguarun.comm.engine_plan import EnginePlan, make_spec
 from baguarun.comm.engine_state import load_engine_state, take_engine_state
-from baguarun.comm.extension import load_extension, operation_spec
+from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import engine_group, read_worker_env, require_group
 from baguarun.comm.lanes import join_lanes
 from baguarun.comm.legacy import Legacy, take_over_engine
-from baguarun.comm.models import bucket_limits, find_tensors, refuse_local, trainable_parameters
+from baguarun.comm.models import find_tensors, refuse_local, trainable_parameters
 from baguarun.comm.rail_groups import join_rails
-from baguarun.comm.replicas import (
-    broadcast_buffers,
-    broadcast_optimizer_state,
-    broadcast_tensors,
-    real_view,
-)
+from baguarun.comm.replicas import broadcast_optimizer_state, broadcast_tensors, real_view
+from baguarun.comm.settings import SessionSettings
+from baguarun.comm.shared_buffers import SharedBuffers
+from baguarun.comm.stats import CommunicationStats
 from baguarun.comm.weighting import MicroBatch, backward_of_nothing, pass_inputs, weigh_gradients
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
-
-_BUCKET_ALIGN_BYTES = 64
-"""In shared memory; as kBucketAlignBytes in cpp_ext/engine/bucket.h."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """What the constructor of the wrapper was asked for."""
-
-    bucket_cap_mb: float | None = None
-    """A bucket closes when it has reached this many MiB; None: what measured best."""
-    find_unused_parameters: bool = False
-    """Walk the graph of each forward, so that parameters may be left out of the loss."""
-    static_graph: bool = False
-    """The graph never changes: learn from the first step which parameters get gradients, and how often."""
-    broadcast_buffers: bool = True
-    """Overwrite the buffers by rank 0's before forward, as often as the algorithm has ranks in step."""
-    evaluates_alone: bool = False
-    """A forward in evaluation mode communicates nothing, gradients enabled or not: one rank may run it alone.
-    If all train on it nevertheless, what it would have begun begins before the optimizer's step."""
-    init_sync: bool = True
-    """Overwrite parameters, buffers and optimizer state by rank 0's at the start."""
-    share_memory: bool = True
-    """Keep full-precision gradients of CPU ranks of one host in memory that they share, reduced in place."""
-
-    def __post_init__(self) -> None:
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb}: want more than 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommunicationStats:
-    """What one engine has done so far, on this rank."""
-
-    steps: int = 0
-    """Backward passes whose gradients were communicated."""
-    weight_rounds: int = 0
-    """Exchanges of weights started."""
-    bytes_sent: int = 0
-    """Bytes of gradients and weights sent."""
-    buckets: int = 0
-    """Buckets per step."""
-    exposed_wait_s: float = 0.0
-    """Seconds for which the end of backward waited for communication."""
 
 
 class DataParallelSession:
@@ -109,10 +64,8 @@ class DataParallelSession:
         self._on_default_group = process_group is None or process_group is dist.group.WORLD
         self._legacy = legacy
         self._keeps_committed = legacy is not None and legacy.keeps_committed
-        self._sync_gradients = True
-        self._warned_of_no_sync = False
-        self._buffers_are_due = True
-        self._micro_batch: MicroBatch | None = None
+        self._accumulation = Accumulation()
+        self._buffers: SharedBuffers | None = None
         self._engine: Any = None
         self._staged: StagedEngine | None = None
         self._stepper: Stepper | None = None
@@ -129,12 +82,11 @@ class DataParallelSession:
         self._parameters = [parameter for _, parameter in parameters]
         self.device = parameters[0][1].device
         timeline.start_if_asked()
-        self._modules_with_buffers: tuple[nn.Module, ...] = ()
         self._is_alone = dist.get_world_size(parent) == 1
         if self._is_alone:
             return
         if settings.broadcast_buffers:
-            self._modules_with_buffers = tuple(module.modules())
+            self._buffers = SharedBuffers(module)
         try:
             self._join(parent, parameters, optimizers)
         except BaseException:
@@ -150,13 +102,12 @@ class DataParallelSession:
     ) -> None:
         """Make what only several ranks need."""
         algorithm, settings, legacy = self.algorithm, self.settings, self._legacy
-        extension = load_extension()
+        # A rank that cannot load it says so before others wait for it.
+        load_extension()
         # Before the engine's group is made: ranks that differ would make different ones.
         require_same(self._declare(settings), parent)
-        operations = self._operations(parameters)
-        exchanged = [(name, parameter) for name, parameter in parameters if parameter.dtype in operations]
-        arena_bytes = self._arena_bytes(exchanged, operations)
-        self._group = engine_group(parent, self.device, arena_bytes=arena_bytes)
+        self._plan = EnginePlan(algorithm, parameters, self.device, settings)
+        self._group = engine_group(parent, self.device, arena_bytes=self._plan.arena_bytes)
         # Averages over all ranks go by rail of themselves on baguanet: no groups for them.
         with_few = algorithm.exchanges_with_few()
         weights = algorithm.exchanges_weights and (dist.get_backend(self._group) != BAGUANET or with_few)
@@ -164,7 +115,7 @@ class DataParallelSession:
             algorithm.hierarchy(), self._group, self.device, collectives=weights, with_few=with_few
         )
         goes_by_rail = self._rails is not None and self._rails.lanes
-        is_flat = bool(exchanged) or (weights and not with_few and not goes_by_rail)
+        is_flat = bool(self._plan.exchanged) or (weights and not with_few and not goes_by_rail)
         self._lanes = join_lanes(self._group, self.device) if is_flat else (self._group,)
         if settings.init_sync:
             broadcast_tensors(
@@ -183,14 +134,12 @@ class DataParallelSession:
             self._stepper = algorithm.make_stepper(context)
             context.weights.drop_spare()
             self._boundary = StepBoundary(self._stepper, optimizers)
-        self._exchanged = exchanged
-        self._operation_of = operations
-        if exchanged:
-            self._engine = self._make_engine(extension, exchanged, operations, arena_bytes)
+        if self._plan.exchanged:
+            self._engine = self._plan.make_engine(self._lanes, self._rails)
             self._memory = algorithm.make_memory(self._engine)
             if self._stages is not None:
                 self._memory = self._memory or self._stages.memory()
-            self._staged = self._follow_stages([parameter for _, parameter in exchanged])
+                self._staged = self._follow_stages(self._stages)
         if legacy is not None:
             self._take_over(legacy)
 
@@ -389,13 +338,12 @@ class DataParallelSession:
             self._engine.settle()
         # Before the engine agrees on anything: on another rank this is done by an evaluation. Not by one that
         # comes after a backward which has not ended: what that has launched comes first on other ranks.
-        if self._shares_buffers_now() and not (self._engine is not None and self._engine.in_round()):
-            self._buffers_are_due = False
-            if buffers := self._find_buffers():
-                broadcast_buffers(buffers, self._group)
+        is_in_round = self._engine is not None and self._engine.in_round()
+        if self._buffers is not None and self._shares_buffers() and not is_in_round:
+            self._buffers.share_if_due(self._group)
         is_alone = self.settings.evaluates_alone and not self._module.training
         if torch.is_grad_enabled() and self._engine is not None:
-            begins_round = self._begins_round()
+            begins_round = self._accumulation.begins_round()
             self._engine.before_forward(begins_round and self._sends_gradients() and not is_alone)
             if begins_round and self._staged is not None:
                 self._staged.enter()
@@ -405,26 +353,21 @@ class DataParallelSession:
 
     def pass_inputs(self, inputs: Any) -> Any:
         """What the module is given in place of them, between `before_forward` and its forward."""
-        return inputs if (weight := self._weight()) == 1 else pass_inputs(inputs, weight)
-
-    def _weight(self) -> float:
-        """What the gradients of this forward count."""
-        if self._micro_batch is None or not torch.is_grad_enabled():
-            return 1.0
-        return self._micro_batch.weight(of_step=self._sends_gradients())
+        weight = self._accumulation.weight(of_step=self._sends_gradients())
+        return inputs if weight == 1 else pass_inputs(inputs, weight)
 
     def after_forward(self, output: Any) -> Any:
         """Tell the engine whether the backward of this forward communicates. Returns what the script gets."""
         timeline.record_since(self._forward_start_ns, "forward", "compute")
-        syncing = torch.is_grad_enabled() and self._sync_gradients
-        if syncing:
-            self._buffers_are_due = True
-        if (weight := self._weight()) != 1:
+        syncing = torch.is_grad_enabled() and self._accumulation.communicates
+        if syncing and self._buffers is not None:
+            self._buffers.become_due()
+        if (weight := self._accumulation.weight(of_step=self._sends_gradients())) != 1:
             output = weigh_gradients(output, weight)
         if syncing and self._boundary is not None:
             self._boundary.after_forward(find_tensors(output))
-        if self._keeps_local():
-            self._watch_local_backward(find_tensors(output))
+        if not self._is_alone:
+            self._accumulation.watch_local(find_tensors(output))
         if self._engine is None:
             return output
         if syncing and self._sends_gradients():
@@ -433,38 +376,21 @@ class DataParallelSession:
             self._engine.after_local_forward()
         return output
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Forwards inside it accumulate gradients locally, until a backward whose forward was outside."""
-        before = self._sync_gradients
-        self._sync_gradients = False
-        steps, trained = self._seen_backwards()
-        try:
-            yield
-        finally:
-            self._sync_gradients = before
-        steps_now, trained_now = self._seen_backwards()
-        if before and (steps_now > steps or trained_now > trained):
-            self._warn_of_no_sync(
-                "a backward ran inside of it whose forward was outside: its gradients are those of a step"
-            )
+        return self._accumulation.no_sync(self._seen_backwards)
 
-    @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Forwards inside it are of one part of a step; only the last part's backward communicates."""
-        before = self._micro_batch, self._sync_gradients
-        self._micro_batch, self._sync_gradients = micro_batch, micro_batch.is_last
-        try:
-            yield
-        finally:
-            self._micro_batch, self._sync_gradients = before
+        return self._accumulation.part(micro_batch)
 
     def take_part(self) -> None:
         """Forward and backward of a rank that has no sample in this step: it adds zero to the gradients."""
         with self.micro_batch(MicroBatch()):
             self.before_forward()
             if self._engine is not None and self._sends_gradients():
-                self._buffers_are_due = True
+                if self._buffers is not None:
+                    self._buffers.become_due()
                 if self._boundary is not None:
                     self._boundary.note_backward()
                 self._engine.take_part()
@@ -494,7 +420,7 @@ class DataParallelSession:
         kept = self._stepper or self._memory
         state = {} if kept is None else kept.state_dict()
         if self._keeps_engine_state():
-            state["engine"] = take_engine_state(self._engine, self._exchanged, self._group)
+            state["engine"] = take_engine_state(self._engine, self._plan.exchanged, self._group)
         return state
 
     def load_algorithm_state_dict(self, state: dict[str, Any]) -> None:
@@ -522,68 +448,14 @@ class DataParallelSession:
         if of_engine is not None:
             self._load_engine_state(of_engine)
 
-    def _keeps_local(self) -> bool:
-        """Whether this forward is one of no_sync."""
-        is_of_step = self._sync_gradients or self._micro_batch is not None or not torch.is_grad_enabled()
-        return not is_of_step and not self._is_alone
-
-    def _watch_local_backward(self, outputs: Iterator[torch.Tensor]) -> None:
-        this = weakref.ref(self)
-
-        def on_gradient(_gradient: torch.Tensor) -> None:
-            if (session := this()) is not None and session._sync_gradients:
-                session._warn_of_no_sync(
-                    "a backward ran outside of it whose forward was inside: its gradients stay local"
-                )
-
-        if self._warned_of_no_sync:
-            return
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
-
     def _seen_backwards(self) -> tuple[int, bool]:
         """One of them grows with a backward whose forward was outside of no_sync."""
         steps = 0 if self._engine is None else self._engine.stats().steps
         return steps, self._boundary is not None and self._boundary.has_trained()
 
-    def _warn_of_no_sync(self, what: str) -> None:
-        if not self._warned_of_no_sync:
-            self._warned_of_no_sync = True
-            warnings.warn(
-                f"no_sync() is asked about in forward, as in torch, and {what}; want both inside of it, or "
-                "both outside",
-                stacklevel=4,
-            )
-
-    def _begins_round(self) -> bool:
-        """Whether this forward is the first of those that end in a communicating backward.
-
-        With micro-batches that is the step's first one, on every rank, however many more a rank has.
-        """
-        return self._sync_gradients if self._micro_batch is None else self._micro_batch.is_first
-
-    def _shares_buffers_now(self) -> bool:
-        """As torch does: once for each forward that was synchronised, before the next one of any kind. So
-        ranks may evaluate as often as each likes."""
-        return self._buffers_are_due and self._shares_buffers()
-
-    def _find_buffers(self) -> list[torch.Tensor]:
-        """Those of now, each once: a module may assign its buffers anew."""
-        found = {
-            id(buffer): buffer
-            for module in self._modules_with_buffers
-            for buffer in module._buffers.values()
-            if buffer is not None
-        }
-        return [real_view(buffer) for buffer in found.values()]
-
     def _keeps_engine_state(self) -> bool:
         """Whether the result of a step depends on what the engine has seen: blocks, or what is owed."""
-        return self._engine is not None and (
-            self._stages is not None
-            or any(operation.wire in BLOCK_WIRES for operation in self._operation_of.values())
-        )
+        return self._engine is not None and (self._stages is not None or self._plan.sends_blocks())
 
     def _load_engine_state(self, state: dict[str, Any]) -> None:
         if not self._keeps_engine_state():
@@ -591,9 +463,9 @@ class DataParallelSession:
                 "the residuals in the state are given up (World of one, or an algorithm without)"
             )
             return
-        if self._staged is not None and self._stages is not None:
+        if self._staged is not None:
             self._staged.enter()
-        load_engine_state(load_extension(), self._engine, self._exchanged, self._group, state)
+        load_engine_state(load_extension(), self._engine, self._plan.exchanged, self._group, state)
 
     def _warn_of_state(self, what: str) -> None:
         warnings.warn(f"{self.algorithm.name}: {what}", stacklevel=5)
@@ -604,64 +476,9 @@ class DataParallelSession:
     def _shares_buffers(self) -> bool:
         return self._stepper is None or self._stepper.shares_buffers()
 
-    def _operations(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[torch.dtype, Operation]:
-        """By dtype; none for gradients that stay local."""
-        found = {
-            dtype: self.algorithm.operation(dtype, self.device)
-            for dtype in dict.fromkeys(parameter.dtype for _, parameter in parameters)
-        }
-        return {dtype: operation for dtype, operation in found.items() if operation is not None}
-
-    def _arena_bytes(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        operations: Mapping[torch.dtype, Operation],
-    ) -> int:
-        """Room for all gradients that ranks of one host can reduce where they lie, each in its own bucket."""
-        if self.device.type != "cpu" or not self.settings.share_memory:
-            return 0
-        total_bytes = 0
-        for _, parameter in parameters:
-            operation = operations[parameter.dtype]
-            is_plain = operation.wire is WIRE_OF_DTYPE.get(parameter.dtype)
-            if operation.kind is OperationKind.SCATTER_REDUCE_GATHER and is_plain:
-                total_bytes += -(-parameter.nbytes // _BUCKET_ALIGN_BYTES) * _BUCKET_ALIGN_BYTES
-        return total_bytes
-
-    def _make_engine(
-        self,
-        extension: Any,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        operations: Mapping[torch.dtype, Operation],
-        arena_bytes: int,
-    ) -> Any:
-        specs = {dtype: self._make_spec(operation) for dtype, operation in operations.items()}
-        total_bytes = sum(parameter.nbytes for _, parameter in parameters)
-        world_size = dist.get_world_size(self._group)
-        cap_mb = self.settings.bucket_cap_mb
-        small_bytes, bucket_bytes = bucket_limits(total_bytes, world_size, self.device, cap_mb)
-        return extension.Engine(
-            [(name, parameter, specs[parameter.dtype]) for name, parameter in parameters],
-            list(self._lanes),
-            extension.EngineSettings(
-                bucket_bytes=bucket_bytes,
-                small_bucket_bytes=small_bytes,
-                find_unused=self.settings.find_unused_parameters,
-                static_graph=self.settings.static_graph,
-                arena_bytes=arena_bytes,
-            ),
-        )
-
-    def _follow_stages(self, parameters: Sequence[nn.Parameter]) -> StagedEngine | None:
-        if self._stages is None:
-            return None
-        return StagedEngine(self._engine, self._stages, parameters, self._make_spec)
-
-    def _make_spec(self, operation: Operation) -> Any:
-        spec = operation_spec(operation)
-        if self._rails is not None and len(self._rails.layout.nodes) > 1:
-            spec.exchange_by_rail(self._rails.for_engine(load_extension()))
-        return spec
+    def _follow_stages(self, stages: GradientStages) -> StagedEngine:
+        parameters = [parameter for _, parameter in self._plan.exchanged]
+        return StagedEngine(self._engine, stages, parameters, functools.partial(make_spec, rails=self._rails))
 
     def _declare(self, settings: SessionSettings) -> Declaration:
         named = [("algorithm", repr(self.algorithm)), ("device", self.device.type)]

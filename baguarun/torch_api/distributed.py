@@ -17,7 +17,8 @@ from baguarun.comm.agreement import refusals_told
 from baguarun.comm.algorithms import Algorithm, resolve
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import new_local_group
-from baguarun.comm.session import DataParallelSession, SessionSettings
+from baguarun.comm.session import DataParallelSession
+from baguarun.comm.settings import SessionSettings
 from baguarun.torch_api.groups import BaguaProcessGroup, group_of
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -25,6 +25,7 @@ from baguarun.comm.algorithms import (
     Sparse,
 )
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.engine_plan import make_spec
 from tests.comm.models import assert_same_on_all_ranks
 from tests.comm.ranks import run_ranks, run_ranks_to_the_end
 
@@ -165,8 +166,8 @@ class TwoTypes(nn.Module):
 def changes_operations_before_and_after_the_order() -> None:
     session = DistributedDataParallel(TwoTypes(), algorithm="bytegrad", share_memory=False)._session
     engine, dtypes = session._engine, [parameter.dtype for parameter in session._module.parameters()]
-    coded = [session._make_spec(ByteGrad().operation(dtype, CPU)) for dtype in dtypes]
-    plain = [session._make_spec(GradientAllReduce().operation(dtype, CPU)) for dtype in dtypes]
+    coded = [make_spec(ByteGrad().operation(dtype, CPU), None) for dtype in dtypes]
+    plain = [make_spec(GradientAllReduce().operation(dtype, CPU), None) for dtype in dtypes]
     state = engine.state()
     engine.load_state(state)
     assert engine.plan() == [[4], [3], [2], [1], [0]]

@@ -1,0 +1,42 @@
+"""The buffers of a model (batch norm's statistics, for one), which all ranks have from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from baguarun.comm.replicas import broadcast_buffers, real_view
+
+
+class SharedBuffers:
+    """Overwrites a module's buffers by rank 0's, as torch does: once for each forward that was synchronised,
+    before the next one of any kind. So ranks may evaluate as often as each likes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = tuple(module.modules())
+        self._are_due = True
+
+    def become_due(self) -> None:
+        """A forward has been synchronised."""
+        self._are_due = True
+
+    def share_if_due(self, group: dist.ProcessGroup) -> None:
+        """Collective over `group` if they are due, as all ranks find alike. Raises `CommunicationError`."""
+        if not self._are_due:
+            return
+        self._are_due = False
+        if buffers := [real_view(buffer) for buffer in self._find()]:
+            broadcast_buffers(buffers, group)
+
+    def _find(self) -> Iterator[torch.Tensor]:
+        """Those of now, each once: a module may assign its buffers anew."""
+        found = {
+            id(buffer): buffer
+            for module in self._modules
+            for buffer in module._buffers.values()
+            if buffer is not None
+        }
+        return iter(found.values())
