@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from baguarun.comm import groups
 from baguarun.comm.algorithms import Algorithm, Decentralized
-from baguarun.comm.algorithms.stepper import PendingReduction
+from baguarun.comm.algorithms.pending import PendingReduction
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.lanes import join_lanes
 from tests.comm.nodes import live_on_nodes

@@ -12,17 +12,12 @@ from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
 from baguarun.comm.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from baguarun.comm.algorithms.pending import PendingExchange, PendingReduction
 from baguarun.comm.algorithms.power_sgd import PowerSGD
 from baguarun.comm.algorithms.qadam import QAdam
 from baguarun.comm.algorithms.qadam_optimizer import QAdamOptimizer
 from baguarun.comm.algorithms.sparse import Sparse
-from baguarun.comm.algorithms.stepper import (
-    PendingExchange,
-    PendingReduction,
-    StepContext,
-    Stepper,
-    require_range,
-)
+from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
 from baguarun.errors import UsageError
 
 __all__ = [

@@ -11,15 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
+from baguarun.comm.algorithms.pending import Pending, PendingReduction
 from baguarun.comm.algorithms.step_times import StepTimes
-from baguarun.comm.algorithms.stepper import (
-    Pending,
-    PendingReduction,
-    StepContext,
-    Stepper,
-    finish_at_exit,
-    require_range,
-)
+from baguarun.comm.algorithms.stepper import StepContext, Stepper, finish_at_exit, require_range
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError

@@ -9,13 +9,8 @@ from typing import ClassVar
 import torch
 
 from baguarun.comm.algorithms.base import Algorithm, Operation
-from baguarun.comm.algorithms.stepper import (
-    Pending,
-    PendingExchange,
-    StepContext,
-    Stepper,
-    require_range,
-)
+from baguarun.comm.algorithms.pending import Pending, PendingExchange
+from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights, pieces_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.algorithms.stepper import call, start_messages
+from baguarun.comm.algorithms.pending import call, start_messages
 from baguarun.comm.extension import load_extension
 from baguarun.errors import CommunicationError
 

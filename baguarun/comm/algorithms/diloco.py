@@ -11,13 +11,8 @@ from torch.optim.sgd import sgd
 
 from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
 from baguarun.comm.algorithms.coded import CodedReduction, start_coded_average
-from baguarun.comm.algorithms.stepper import (
-    Pending,
-    StepContext,
-    Stepper,
-    finish_at_exit,
-    require_range,
-)
+from baguarun.comm.algorithms.pending import Pending
+from baguarun.comm.algorithms.stepper import StepContext, Stepper, finish_at_exit, require_range
 from baguarun.comm.legacy import share_what_differs
 from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.comm.weights import FlatWeights

@@ -14,14 +14,8 @@ import torch.distributed as dist
 from baguarun.comm.algorithms import device_differences
 from baguarun.comm.algorithms.base import Algorithm, Operation, Wire
 from baguarun.comm.algorithms.device_differences import DeviceDifferences
-from baguarun.comm.algorithms.stepper import (
-    StepContext,
-    Stepper,
-    call,
-    finish_at_exit,
-    require_range,
-    start_messages,
-)
+from baguarun.comm.algorithms.pending import call, start_messages
+from baguarun.comm.algorithms.stepper import StepContext, Stepper, finish_at_exit, require_range
 from baguarun.comm.arrival import require_arrived
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.extension import load_extension

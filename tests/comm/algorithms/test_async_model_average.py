@@ -17,7 +17,8 @@ from torch import nn
 
 from baguarun.comm.algorithms import AsyncModelAverage, resolve
 from baguarun.comm.algorithms.async_model_average import AsyncStepper, choose_period
-from baguarun.comm.algorithms.stepper import PendingReduction, StepContext
+from baguarun.comm.algorithms.pending import PendingReduction
+from baguarun.comm.algorithms.stepper import StepContext
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.weights import FlatWeights
 from baguarun.errors import UsageError

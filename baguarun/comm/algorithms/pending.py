@@ -1,0 +1,141 @@
+"""Weights on their way: what has been started, and is waited for when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from baguarun.comm import timeline
+from baguarun.comm.arrival import require_arrived
+from baguarun.comm.lanes import Lanes, most_parts
+from baguarun.comm.weights import pieces_of
+from baguarun.errors import CommunicationError
+
+
+class Pending(Protocol):
+    """Tensors on the way to what others make of them; do not touch them until `wait`."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not block."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results. Raises `CommunicationError`."""
+
+
+class PendingReduction:
+    """Tensors on the way to the ranks' averages, or to their least values; do not touch until `wait`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes, *, least: bool = False) -> None:
+        self._tensors = list(tensors)
+        self._divisor = 1 if least else dist.get_world_size(lanes[0])
+        self._waited = False
+        self._flight = timeline.flight(
+            "agreement" if least else "average of weights",
+            "wire",
+            sum(tensor.nbytes for tensor in self._tensors),
+        )
+        kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
+        parts = pieces_of(self._tensors, most_parts(lanes))
+        self._works: list[dist.Work] = call(
+            lambda: [
+                dist.all_reduce(part, kind, group=lane, async_op=True)
+                for part, lane in zip(parts, cycle(lanes), strict=False)
+            ]
+        )
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not block."""
+        done = all(call(work.is_completed) for work in self._works)
+        if done:
+            self._flight.end()
+        return done
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results: on CPU they are there, on an accelerator its current stream waits for them."""
+        if not self._waited:
+            with timeline.span("wait for weights", "wait"):
+                for work in self._works:
+                    call(work.wait)
+                require_arrived(self._tensors[0].device)
+            self._flight.end()
+            if self._divisor > 1:
+                torch._foreach_div_(self._tensors, self._divisor)
+            self._waited = True
+        return self._tensors
+
+
+class PendingExchange:
+    """A tensor per buffer on its way to one rank, and one per buffer from another."""
+
+    def __init__(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        to_rank: int,
+        from_rank: int,
+    ) -> None:
+        self._received = list(received)
+        sent_bytes = sum(tensor.nbytes for tensor in sent)
+        self._flight = timeline.flight("exchange of weights", "wire", sent_bytes)
+        self._works = start_messages(group, [(to_rank, sent)], [(from_rank, self._received)])
+
+    def wait(self) -> list[torch.Tensor]:
+        """What was received; what was sent may be changed again."""
+        return list(self.arrivals())
+
+    def arrivals(self) -> Iterator[torch.Tensor]:
+        """What was received, each when it is there; after the last one what was sent may be changed again."""
+        # Backends that take them together give one piece of work for all.
+        if len(self._works) < len(self._received):
+            self._wait(self._works)
+            yield from self._received
+        else:
+            for received, work in zip(self._received, self._works, strict=False):
+                self._wait([work])
+                yield received
+            self._wait(self._works[len(self._received) :])
+        self._flight.end()
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        with timeline.span("wait for weights", "wait"):
+            for work in works:
+                call(work.wait)
+            if works:
+                require_arrived(self._received[0].device)
+
+
+def start_messages(
+    group: dist.ProcessGroup,
+    sent: Sequence[tuple[int, Sequence[torch.Tensor]]],
+    received: Sequence[tuple[int, Sequence[torch.Tensor]]],
+) -> list[dist.Work]:
+    """Start to send tensors to ranks of the group, and to fill others from ranks of it; each in its order.
+
+    All of a round belong into one call: NCCL runs what it is given together side by side, but one call after
+    the other, and on a ring of ranks these would wait for each other for ever. Backends that take them
+    together give one piece of work for all.
+    """
+    # Receives first: word of their room is not to wait behind what is sent. Tags tell tensors apart, so
+    # that one whose room is known does not wait for word of one before it.
+    operations = [
+        dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=place)
+        for kind, messages in ((dist.irecv, received), (dist.isend, sent))
+        for peer, tensors in messages
+        for place, tensor in enumerate(tensors)
+    ]
+    works: list[dist.Work] = call(lambda: dist.batch_isend_irecv(operations)) if operations else []
+    return works
+
+
+def call(operation: Any) -> Any:
+    """What `operation()` returns; its RuntimeError becomes a `CommunicationError`."""
+    try:
+        return operation()
+    except RuntimeError as error:
+        raise CommunicationError(f"exchange of the model's weights failed: {error}") from error
