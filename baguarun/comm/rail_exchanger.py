@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import cycle
 
 import torch
@@ -18,6 +19,8 @@ from baguarun.errors import CommunicationError
 # Each takes its trips. Weights of 34 MB between two nodes at 1 Gbit/s and 5 ms, in one group of Gloo: 382 ms
 # with 8 of them, 398 and 480 with 4 and 16; on four lanes 344 with 8. Without latency 338, 347, 334; 330.
 _MOST_PIECES = 8
+# The next one is copied while one is summed up.
+_FILLED_AHEAD = 2
 Shards = list[torch.Tensor]
 """Parts of tensors; views of them."""
 Between = Callable[[Iterator[torch.Tensor]], Iterator[object]]
@@ -45,8 +48,11 @@ class RailExchanger:
     def node_index(self) -> int:
         return self.groups.layout.node_index(self.groups.rank)
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> PendingRails:
-        """Start to replace `tensors` by their averages over all ranks, however many each node has."""
+    def average(
+        self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None = None
+    ) -> PendingRails:
+        """Start to replace `tensors` by averages over all ranks, however many each node has: of themselves,
+        or of `sources`, which are not to change until these have come."""
         world_size = self.groups.layout.world_size
         lanes = cycle(self.groups.lanes)
 
@@ -56,14 +62,19 @@ class RailExchanger:
                 work.wait()
                 yield shard.div_(world_size)
 
-        return self._start(tensors, _pieces(tensors), between)
+        return self._start(tensors, sources, between)
 
     def average_with(
-        self, tensors: Sequence[torch.Tensor], to_node: int | None, from_node: int | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        to_node: int | None,
+        from_node: int | None,
     ) -> PendingRails:
-        """Start to replace `tensors` by the node's average, half and half with that of `from_node`.
+        """Start to replace `tensors` by the node's average of `sources`, half and half with `from_node`'s.
 
-        The node's average goes to `to_node`. None for both: the node stays by itself.
+        The node's average goes to `to_node`. None for both: the node stays by itself. The sources are not to
+        change until these have come.
         """
         node_size = len(self.groups.layout.nodes[self.node_index])
 
@@ -86,7 +97,7 @@ class RailExchanger:
                 _wait(works)
                 yield mine.add_(other).div_(2)
 
-        return self._start(tensors, _pieces(tensors), between)
+        return self._start(tensors, sources, between)
 
     def average_in_nodes(self, tensors: Sequence[torch.Tensor], between: Callable[[], None]) -> PendingRails:
         """Start to replace `tensors` by the node's average, or by what `between` makes of it.
@@ -101,7 +112,7 @@ class RailExchanger:
             between()
             yield from averages
 
-        return self._start(tensors, list(tensors), average)
+        return self._start(tensors, None, average, in_pieces=False)
 
     def part(self, tensors: Sequence[torch.Tensor]) -> Shards:
         """What this rank owns of `tensors`, views of those that it owns something of."""
@@ -128,50 +139,74 @@ class RailExchanger:
         inside = (total - own if others else 0) + own * others
         return inside + int(own * times_between)
 
-    def _start(self, tensors: Sequence[torch.Tensor], pieces: Shards, between: Between) -> PendingRails:
+    def _start(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor] | None,
+        between: Between,
+        *,
+        in_pieces: bool = True,
+    ) -> PendingRails:
+        exchange = _Exchange(
+            pieces=_pieces(tensors) if in_pieces else list(tensors),
+            sources=None if sources is None else _pieces(sources),
+            between=between,
+        )
         if tensors[0].device.type == "cpu":
-            return PendingRails(tensors, self._thread.submit(self._run_or_abort, pieces, between), None)
+            return PendingRails(tensors, exchange, self._thread.submit(self._run_or_abort, exchange), None)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(self._stream):
-            self._run(pieces, between)
-            return PendingRails(tensors, None, self._stream.record_event())
+            self._run(exchange)
+            return PendingRails(tensors, exchange, None, self._stream.record_event())
 
-    def _run_or_abort(self, pieces: Shards, between: Between) -> None:
+    def _run_or_abort(self, exchange: _Exchange) -> None:
         try:
-            with timeline.span("exchange by rail", "wire", sum(piece.nbytes for piece in pieces)):
-                self._run(pieces, between)
-        except Exception:
+            size_bytes = sum(piece.nbytes for piece in exchange.pieces)
+            with timeline.span("exchange by rail", "wire", size_bytes):
+                self._run(exchange)
+        except Exception as error:
             # Others of the node and the rail wait for this rank. Gloo's abort() does nothing: there they wait
             # until this process has ended, or for the group's timeout.
             for group in (self.groups.node, *self.groups.lanes):
                 _made(group)._get_backend(torch.device("cpu")).abort()
+            exchange.fail(error)
             raise
 
     # Straight to the groups: torch's functions do not know them any more once the program has said
     # destroy_process_group(), when an exchange may still be under way.
 
     @torch.no_grad()
-    def _run(self, pieces: Shards, between: Between) -> None:
+    def _run(self, exchange: _Exchange) -> None:
         layout, rank = self.groups.layout, self.groups.rank
-        dealt = [piece.tensor_split(layout.num_rails) for piece in pieces]
-        works = [self._collect(shards) for shards in dealt]
+        dealt = [piece.tensor_split(layout.num_rails) for piece in exchange.pieces]
         place = layout.node_of(rank).index(rank)
         owned = [bool(layout.rail_of(rank)) and shards[place].numel() > 0 for shards in dealt]
+        works: list[list[dist.Work]] = []
+
+        def collect(until: int) -> None:
+            for index in range(len(works), min(until, len(dealt))):
+                exchange.fill(index)
+                works.append(self._collect(dealt[index]))
 
         def collected() -> Iterator[torch.Tensor]:
-            for shards, owns, collecting in zip(dealt, owned, works, strict=True):
-                _wait(collecting)
+            for index, (shards, owns) in enumerate(zip(dealt, owned, strict=True)):
+                collect(index + _FILLED_AHEAD)
+                _wait(works[index])
                 if owns:
                     yield shards[place]
 
-        finished = between(collected())
+        finished = exchange.between(collected())
         spreading: list[dist.Work] = []
-        for shards, owns in zip(dealt, owned, strict=True):
+        for index, (shards, owns) in enumerate(zip(dealt, owned, strict=True)):
             if owns:
                 next(finished)
-            spreading += self._spread(shards)
+            # All of a node in the same order: first what is collected, then what is spread.
+            collect(len(dealt))
+            spread = self._spread(shards)
+            exchange.spread[index].set_result(spread)
+            spreading += spread
         _wait([work for collecting in works for work in collecting] + spreading)
 
     def _collect(self, shards: Sequence[torch.Tensor]) -> list[dist.Work]:
@@ -195,13 +230,40 @@ class RailExchanger:
         return works
 
 
+class _Exchange:
+    """What one exchange works on, and how far it is."""
+
+    def __init__(self, *, pieces: Shards, sources: Shards | None, between: Between) -> None:
+        self.pieces = pieces
+        self.between = between
+        self.spread: list[Future[list[dist.Work]]] = [Future() for _ in pieces]
+        """By piece: what is to be waited for until the result is in it, once that is on its way."""
+        self._sources = sources
+
+    def fill(self, index: int) -> None:
+        """Have in the piece what the exchange begins with."""
+        if self._sources is not None:
+            self.pieces[index].copy_(self._sources[index])
+
+    def fail(self, error: Exception) -> None:
+        """No more pieces will come."""
+        for spread in self.spread:
+            if not spread.done():
+                spread.set_exception(error)
+
+
 class PendingRails:
     """Tensors on the way by rail; do not touch them until `wait`."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], running: Future[None] | None, event: torch.cuda.Event | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        exchange: _Exchange,
+        running: Future[None] | None,
+        event: torch.cuda.Event | None,
     ) -> None:
         self._tensors = list(tensors)
+        self._exchange = exchange
         self._running = running
         self._event = event
 
@@ -214,16 +276,31 @@ class PendingRails:
     def wait(self) -> list[torch.Tensor]:
         """The results: on CPU they are there, on an accelerator its current stream waits for them."""
         if self._running is not None:
-            try:
+            with _named():
                 self._running.result()
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"exchange of the model's weights between nodes failed: {error}"
-                ) from error
         if self._event is not None:
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
             require_arrived(self._tensors[0].device)
         return self._tensors
+
+    def arrivals(self) -> Iterator[torch.Tensor]:
+        """The results in pieces, in their order, each when it is there; on an accelerator when all are."""
+        if self._running is None:
+            self.wait()
+        for piece, spread in zip(self._exchange.pieces, self._exchange.spread, strict=True):
+            if self._running is not None:
+                with _named():
+                    _wait(spread.result())
+            yield piece
+        self.wait()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"exchange of the model's weights between nodes failed: {error}") from error
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Shards:

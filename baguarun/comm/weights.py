@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,6 +14,8 @@ from baguarun.errors import UsageError
 _ALIGN_BYTES = 64
 """Where each parameter starts: what vector code on CPUs likes best."""
 _LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 16
+# Numbers: what a core's cache holds twice.
+_SWAPPED_AT_ONCE = 1 << 16
 
 
 class FlatWeights:
@@ -92,6 +94,52 @@ def pieces_of(buffers: Sequence[torch.Tensor], most: int = _MOST_PIECES) -> list
         for buffer in buffers
         for piece in buffer.tensor_split(min(max(buffer.nbytes // _LEAST_PIECE_BYTES, 1), most))
     ]
+
+
+def at_places(
+    buffers: Sequence[torch.Tensor], pieces: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each of `pieces`, which follow each other and make up tensors of the buffers' sizes, behind the view of
+    `buffers` that is in its place."""
+    whole = iter(buffers)
+    rest = next(whole)
+    for piece in pieces:
+        while rest.numel() < piece.numel():
+            rest = next(whole)
+        yield rest[: piece.numel()], piece
+        rest = rest[piece.numel() :]
+
+
+def replace_as_they_come(
+    buffers: Sequence[torch.Tensor], pieces: Iterator[torch.Tensor], all_are_there: Callable[[], bool]
+) -> None:
+    """Overwrite flat tensors piece by piece, while later ones are on their way, or not at all: if one fails
+    to come, what was replaced is put back. Uses the pieces' memory for that. Raises what `pieces` raises."""
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+    places = at_places(buffers, pieces)
+    try:
+        for mine, piece in places:
+            if not piece.is_cpu or all_are_there():
+                # One may have come to nothing, which is known when all have been taken.
+                last = [(mine, piece), *places]
+                torch._foreach_copy_([mine for mine, _ in last], [piece for _, piece in last])
+                return
+            _swap(mine, piece)
+            replaced.append((mine, piece))
+    except BaseException:
+        for mine, kept in replaced:
+            mine.copy_(kept)
+        raise
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    kept = torch.empty_like(one[:_SWAPPED_AT_ONCE])
+    for mine, its in zip(
+        torch.split(one, _SWAPPED_AT_ONCE), torch.split(other, _SWAPPED_AT_ONCE), strict=True
+    ):
+        saved = kept[: mine.numel()].copy_(mine)
+        mine.copy_(its)
+        its.copy_(saved)
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -25,7 +25,9 @@ _PIECE_BYTES = 1 << 20
 """The least that is a part by itself, where there are several."""
 
 
-def averaged(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[list[list[int]], list[int]]:
+def averaged(
+    dtype: torch.dtype, sizes: tuple[int, ...], are_copied: bool = False
+) -> tuple[list[list[int]], list[int]]:
     """What each lane was given, by numbers, and how many works are waited for."""
     world = dist.group.WORLD
     assert world is not None
@@ -42,7 +44,10 @@ def averaged(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[list[list[int]
 
     dist.all_reduce = all_reduce
     tensors = [(torch.arange(size) % 64 + rank).to(dtype) for size in sizes]
-    pending = PendingReduction(tensors, lanes)
+    sources = [tensor.clone() for tensor in tensors] if are_copied else None
+    if are_copied:
+        tensors = [torch.full_like(tensor, -1) for tensor in tensors]
+    pending = PendingReduction(tensors, lanes, sources=sources)
     works = [len(pending._works)]
     for size, average in zip(sizes, pending.wait(), strict=True):
         wanted = torch.arange(size) % 64 + (world_size - 1) / 2
@@ -70,6 +75,13 @@ def test_what_is_small_is_one_part() -> None:
 def test_baguanet_has_streams_of_its_own_and_one_lane() -> None:
     for given, works in run_ranks(averaged, 2, torch.float32, (2 * _PIECE_BYTES,), backend="baguanet"):
         assert (given, works) == ([[2 * _PIECE_BYTES]], [1])
+
+
+def test_there_what_is_copied_goes_in_parts() -> None:
+    sizes = (2 * _PIECE_BYTES, _PIECE_BYTES // 2, 100)
+    for given, works in run_ranks(averaged, 2, torch.float32, sizes, True, backend="baguanet"):
+        assert given == [[_PIECE_BYTES // 2] * 4 + [_PIECE_BYTES // 4] * 2 + [100]]
+        assert works == [7]
 
 
 def sums_between_nodes(algorithm: Algorithm) -> list[int]:

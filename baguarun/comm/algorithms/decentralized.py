@@ -13,7 +13,7 @@ from baguarun.comm.algorithms.pending import Pending, PendingExchange
 from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
 from baguarun.comm.rail_exchanger import RailExchanger
 from baguarun.comm.rails import Hierarchical, require_hierarchical
-from baguarun.comm.weights import FlatWeights, pieces_of
+from baguarun.comm.weights import FlatWeights, at_places, pieces_of, replace_as_they_come
 from baguarun.errors import UsageError
 
 
@@ -119,9 +119,6 @@ class _Mixer(Stepper):
         self._pending: Pending | PendingExchange | None = None
         # Where others' weights come in: one copy of the model.
         self._incoming = context.weights.empty_copy()
-        # Pieces of both: one is averaged while the next ones are on their way.
-        self._mine = pieces_of(context.weights.buffers)
-        self._theirs = pieces_of(self._incoming)
 
     def before_forward(self) -> None:
         if not self._started:
@@ -132,14 +129,11 @@ class _Mixer(Stepper):
     def before_step(self) -> None:
         if self._pending is None:
             return
+        arrivals = self._pending.arrivals()
         if isinstance(self._pending, PendingExchange):
-            # Not in the weights yet: if a later one never comes, none of them is to have changed.
-            for mine, other in zip(self._mine, self._pending.arrivals(), strict=True):
-                other.add_(mine).mul_(0.5)
-            averages = self._incoming
-        else:
-            averages = self._pending.wait()
-        torch._foreach_copy_(self.context.weights.buffers, averages)
+            theirs = at_places(self.context.weights.buffers, arrivals)
+            arrivals = (other.add_(mine).mul_(0.5) for mine, other in theirs)
+        replace_as_they_come(self.context.weights.buffers, arrivals, self._pending.is_done)
         self._pending = None
         self.shared_steps = self.steps
 
@@ -154,21 +148,20 @@ class _Mixer(Stepper):
 
     def _start(self, exchange: int) -> Pending | PendingExchange | None:
         if self._mode is PeerSelection.ALL:
-            torch._foreach_copy_(self._incoming, self.context.weights.buffers)
-            return self.average(self._incoming)
+            return self.average(self._incoming, self.context.weights.buffers)
         if self.rails is not None:
-            torch._foreach_copy_(self._incoming, self.context.weights.buffers)
             return self._start_between_nodes(self.rails, exchange)
         peers = choose_peers(self._mode, exchange, self.context.rank, self.context.world_size)
         if peers is None:
             return None
-        # Nobody changes the weights before the optimizer's step, which waits: no copy is needed.
-        return self.exchange(self._mine, self._theirs, to_rank=peers.to_rank, from_rank=peers.from_rank)
+        # Nobody changes the weights before the optimizer's step, which waits: no copy is needed. In pieces:
+        # one is averaged while the next ones are on their way.
+        mine, theirs = pieces_of(self.context.weights.buffers), pieces_of(self._incoming)
+        return self.exchange(mine, theirs, to_rank=peers.to_rank, from_rank=peers.from_rank)
 
     def _start_between_nodes(self, rails: RailExchanger, exchange: int) -> Pending:
         peers = choose_peers(self._mode, exchange, rails.node_index, rails.num_nodes)
         self.rounds += 1
         self.bytes_sent += rails.bytes_per_exchange(self._incoming, sends=peers is not None)
-        if peers is None:
-            return rails.average_with(self._incoming, None, None)
-        return rails.average_with(self._incoming, peers.to_rank, peers.from_rank)
+        to_node, from_node = (None, None) if peers is None else (peers.to_rank, peers.from_rank)
+        return rails.average_with(self._incoming, self.context.weights.buffers, to_node, from_node)

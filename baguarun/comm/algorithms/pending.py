@@ -25,27 +25,44 @@ class Pending(Protocol):
     def wait(self) -> list[torch.Tensor]:
         """The results. Raises `CommunicationError`."""
 
+    def arrivals(self) -> Iterator[torch.Tensor]:
+        """The results in pieces, in their order, each when it is there; on an accelerator, whose host sees
+        none come, when all are. Raises `CommunicationError`."""
+
 
 class PendingReduction:
     """Tensors on the way to the ranks' averages, or to their least values; do not touch until `wait`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes, *, least: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        lanes: Lanes,
+        *,
+        sources: Sequence[torch.Tensor] | None = None,
+        least: bool = False,
+    ) -> None:
+        """With `sources`, of the same sizes and types, averages of those go into `tensors`, in parts."""
         self._tensors = list(tensors)
         self._divisor = 1 if least else dist.get_world_size(lanes[0])
-        self._waited = False
+        self._num_arrived = 0
         self._flight = timeline.flight(
             "agreement" if least else "average of weights",
             "wire",
             sum(tensor.nbytes for tensor in self._tensors),
         )
         kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
-        parts = pieces_of(self._tensors, most_parts(lanes))
-        self._works: list[dist.Work] = call(
-            lambda: [
-                dist.all_reduce(part, kind, group=lane, async_op=True)
-                for part, lane in zip(parts, cycle(lanes), strict=False)
-            ]
-        )
+        most = most_parts(lanes, are_copied=sources is not None)
+        self._parts = pieces_of(self._tensors, most)
+        origins = self._parts if sources is None else pieces_of(sources, most)
+
+        def start(part: torch.Tensor, origin: torch.Tensor, lane: dist.ProcessGroup) -> dist.Work:
+            if part is not origin:
+                # Here, so that the first part is on its way while the next ones are copied.
+                part.copy_(origin)
+            work: dist.Work = dist.all_reduce(part, kind, group=lane, async_op=True)
+            return work
+
+        self._works: list[dist.Work] = call(lambda: list(map(start, self._parts, origins, cycle(lanes))))
 
     def is_done(self) -> bool:
         """Whether `wait` returns at once. Does not block."""
@@ -56,16 +73,28 @@ class PendingReduction:
 
     def wait(self) -> list[torch.Tensor]:
         """The results: on CPU they are there, on an accelerator its current stream waits for them."""
-        if not self._waited:
-            with timeline.span("wait for weights", "wait"):
-                for work in self._works:
-                    call(work.wait)
-                require_arrived(self._tensors[0].device)
-            self._flight.end()
-            if self._divisor > 1:
-                torch._foreach_div_(self._tensors, self._divisor)
-            self._waited = True
+        for _ in self.arrivals():
+            pass
         return self._tensors
+
+    def arrivals(self) -> Iterator[torch.Tensor]:
+        """The results in parts, as `Pending.arrivals`."""
+        at_once = 1 if self._tensors[0].is_cpu else len(self._parts)
+        for place, part in enumerate(self._parts):
+            if place == self._num_arrived:
+                self._take(slice(place, place + at_once))
+            yield part
+
+    def _take(self, those: slice) -> None:
+        with timeline.span("wait for weights", "wait"):
+            for work in self._works[those]:
+                call(work.wait)
+            require_arrived(self._tensors[0].device)
+        if self._divisor > 1:
+            torch._foreach_div_(self._parts[those], self._divisor)
+        self._num_arrived += len(self._parts[those])
+        if self._num_arrived == len(self._parts):
+            self._flight.end()
 
 
 class PendingExchange:
@@ -85,21 +114,25 @@ class PendingExchange:
         self._flight = timeline.flight("exchange of weights", "wire", sent_bytes)
         self._works = start_messages(group, [(to_rank, sent)], [(from_rank, self._received)])
 
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not block."""
+        return all(call(work.is_completed) for work in self._works)
+
     def wait(self) -> list[torch.Tensor]:
         """What was received; what was sent may be changed again."""
         return list(self.arrivals())
 
     def arrivals(self) -> Iterator[torch.Tensor]:
-        """What was received, each when it is there; after the last one what was sent may be changed again."""
+        """What was received, as `Pending.arrivals`. What was sent in its place may be changed again then."""
+        incoming, outgoing = self._works[: len(self._received)], self._works[len(self._received) :]
         # Backends that take them together give one piece of work for all.
-        if len(self._works) < len(self._received):
+        if len(outgoing) < len(incoming):
             self._wait(self._works)
             yield from self._received
         else:
-            for received, work in zip(self._received, self._works, strict=False):
-                self._wait([work])
+            for received, *works in zip(self._received, incoming, outgoing, strict=True):
+                self._wait(works)
                 yield received
-            self._wait(self._works[len(self._received) :])
         self._flight.end()
 
     def _wait(self, works: Sequence[dist.Work]) -> None:

@@ -136,17 +136,20 @@ class Stepper:
         source, self.steps = source_of(own, here.group)
         return source
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Start to replace `tensors` by their averages over the ranks."""
+    def average(
+        self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None = None
+    ) -> Pending:
+        """Start to replace `tensors` by averages over the ranks: of themselves, or of `sources`, of the same
+        sizes and types, which are not to change until these have come."""
         world_size = self.context.world_size
         self.rounds += 1
         # The all-reduce of baguanet goes by rail of itself, and one node is everybody.
         by_rail = self.rails is not None and self.rails.num_nodes > 1
         if self.rails is not None and by_rail and dist.get_backend(self.context.group) != BAGUANET:
             self.bytes_sent += self.rails.bytes_per_average(tensors)
-            return self.rails.average(tensors)
+            return self.rails.average(tensors, sources)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
-        return PendingReduction(tensors, self.context.lanes)
+        return PendingReduction(tensors, self.context.lanes, sources=sources)
 
     def exchange(
         self,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 
 from baguarun.comm.algorithms import Decentralized, resolve
 from baguarun.comm.algorithms.decentralized import PeerSelection, choose_peers
+from baguarun.comm.algorithms.pending import PendingExchange
 from baguarun.comm.algorithms.stepper import StepContext
 from baguarun.comm.ddp import DistributedDataParallel
-from baguarun.comm.weights import FlatWeights
+from baguarun.comm.weights import FlatWeights, pieces_of
 from baguarun.errors import CommunicationError, UsageError
 from tests.comm.algorithms.simulation import (
     assert_same_training,
@@ -22,6 +24,7 @@ from tests.comm.algorithms.simulation import (
     train_each,
     weights_of,
 )
+from tests.comm.ranks import run_ranks
 
 STEPS = 7
 MODES = [mode.value for mode in PeerSelection]
@@ -70,18 +73,20 @@ def test_every_step_is_that_of_the_written_out_mixing(
         assert_same_training([each[index] for each in found], expected)
 
 
-def mixed_in_pieces(is_cut_off: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def mixed_in_pieces(mode: str, come_late: bool, is_cut_off: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights before and after one exchange of several pieces; the last but one may never come."""
     rank = dist.get_rank()
     parameter = nn.Parameter(torch.rand(3 << 18, generator=torch.Generator().manual_seed(rank)))
     weights = FlatWeights([("weight", parameter)])
-    stepper = Decentralized(peer_selection_mode="shift_one").make_stepper(
+    stepper = Decentralized(peer_selection_mode=mode).make_stepper(
         StepContext(weights=weights, lanes=(dist.new_group(),))
     )
     before = parameter.detach().clone()
     stepper.before_forward()
     pending = stepper._pending  # type: ignore[attr-defined]
-    assert len(stepper._theirs) == 3  # type: ignore[attr-defined]
+    assert len(pieces_of(weights.buffers)) == 3
+    if come_late:
+        pending.is_done = lambda: False
     if is_cut_off:
         arrivals = pending.arrivals
 
@@ -95,12 +100,54 @@ def mixed_in_pieces(is_cut_off: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return before, parameter.detach().clone()
 
 
-def test_a_model_that_travels_in_pieces_is_averaged_as_a_whole_or_not_at_all() -> None:
-    (mine, found), (theirs, found_there) = run_for_tensors(mixed_in_pieces, 2, False)
+@pytest.mark.parametrize("come_late", [False, True])
+@pytest.mark.parametrize("mode", ["shift_one", "all"])
+def test_a_model_that_travels_in_pieces_is_averaged_as_a_whole_or_not_at_all(
+    mode: str, come_late: bool
+) -> None:
+    (mine, found), (theirs, found_there) = run_for_tensors(mixed_in_pieces, 2, mode, come_late, False)
     assert torch.equal(found, (mine + theirs) / 2)
     assert torch.equal(found_there, found)
-    for before, after in run_for_tensors(mixed_in_pieces, 2, True):
+    for before, after in run_for_tensors(mixed_in_pieces, 2, mode, come_late, True):
         assert torch.equal(before, after)
+
+
+def takes_a_piece_whose_counterpart_is_not_sent() -> None:
+    """Rank 0 has been sent a piece, and its own is not wanted yet."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    mine, theirs = torch.full((1 << 20,), float(rank)), torch.empty(1 << 20)
+    if rank == 1:
+        sending = dist.isend(mine, 0)
+        store.wait(["looked"])
+        dist.recv(theirs, 0)
+        assert sending is not None
+        sending.wait()
+        assert bool((theirs == 0).all())
+        return
+    pending = PendingExchange([mine], [theirs], group, to_rank=1, from_rank=1)
+    incoming, outgoing = pending._works
+    incoming.wait()
+    assert not outgoing.is_completed()
+    taken: list[torch.Tensor] = []
+
+    def take() -> None:
+        taken.extend(pending.arrivals())
+        mine.fill_(-1)
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    taking.join(0.3)
+    came_early = bool(taken)
+    store.set("looked", "")
+    taking.join()
+    assert not came_early
+    assert bool((taken[0] == 1).all())
+
+
+def test_a_piece_has_not_arrived_while_what_goes_out_from_its_place_is_still_needed() -> None:
+    run_ranks(takes_a_piece_whose_counterpart_is_not_sent, 2)
 
 
 @pytest.mark.parametrize("world_size", range(2, 18))

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from baguarun.comm.algorithms import ALGORITHMS, StepContext
-from baguarun.comm.weights import FlatWeights
+from baguarun.comm.weights import FlatWeights, at_places, pieces_of, replace_as_they_come
 from baguarun.errors import UsageError
 from tests.comm.ranks import run_ranks
 
@@ -73,3 +75,65 @@ def copies_that_are_left() -> list[int]:
 def test_a_stepper_takes_all_that_was_made_ahead_for_it() -> None:
     for left in run_ranks(copies_that_are_left, 3):
         assert left == [0] * 5
+
+
+SIZES = (0, 300_001, 0, 70_000, 5, 0)
+"""Of buffers: of the first there are pieces that are swapped in several parts."""
+
+
+def numbered(start: int) -> list[torch.Tensor]:
+    """Buffers of these sizes, of two types, with numbers that occur once."""
+    return [
+        torch.arange(start, start + size, dtype=torch.float32 if index % 2 else torch.float64)
+        for index, size in enumerate(SIZES)
+    ]
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 3])
+def test_each_piece_has_the_place_that_it_was_cut_out_of(cuts: int) -> None:
+    buffers = numbered(0)
+    pieces = [piece for buffer in numbered(0) for piece in buffer.tensor_split(cuts)]
+    pairs = list(at_places(buffers, pieces))
+    assert len(pairs) == len(pieces)
+    for mine, piece in pairs:
+        assert torch.equal(mine, piece)
+        mine.fill_(-1)
+    assert all(bool((buffer == -1).all()) for buffer in buffers)
+
+
+@pytest.mark.parametrize("there_after", [0, 1, 3, 100])
+def test_weights_are_replaced_whenever_the_last_piece_comes(there_after: int) -> None:
+    buffers, averages = numbered(0), numbered(1_000_000)
+    asked = 0
+
+    def are_there() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > there_after
+
+    pieces = [piece for average in averages for piece in average.tensor_split(2)]
+    replace_as_they_come(buffers, iter(pieces), are_there)
+    for buffer, wanted in zip(buffers, numbered(1_000_000), strict=True):
+        assert torch.equal(buffer, wanted)
+
+
+@pytest.mark.parametrize("there_after", [0, 2, 100])
+@pytest.mark.parametrize("come", [0, 1, 3, 7])
+def test_if_a_piece_does_not_come_the_weights_are_what_they_were(there_after: int, come: int) -> None:
+    buffers = numbered(0)
+    taken: list[torch.Tensor] = []
+    changed: list[bool] = []
+
+    def some() -> Iterator[torch.Tensor]:
+        for piece in pieces_of(numbered(1_000_000), most=2)[:come]:
+            taken.append(piece)
+            yield piece
+        changed.append(any(bool((buffer >= 1_000_000).any()) for buffer in buffers))
+        raise ConnectionError("cut off")
+
+    with pytest.raises(ConnectionError):
+        replace_as_they_come(buffers, some(), lambda: len(taken) > there_after)
+    for buffer, wanted in zip(buffers, numbered(0), strict=True):
+        assert torch.equal(buffer, wanted)
+    # Replaced they were, where they came one after the other and had anything in them.
+    assert changed == [there_after > 1 and come > 1]
