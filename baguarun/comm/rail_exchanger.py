@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import cycle
 
 import torch
@@ -147,10 +146,9 @@ class RailExchanger:
         *,
         in_pieces: bool = True,
     ) -> PendingRails:
+        cut = _pieces if in_pieces else list
         exchange = _Exchange(
-            pieces=_pieces(tensors) if in_pieces else list(tensors),
-            sources=None if sources is None else _pieces(sources),
-            between=between,
+            pieces=cut(tensors), sources=None if sources is None else cut(sources), between=between
         )
         if tensors[0].device.type == "cpu":
             return PendingRails(tensors, exchange, self._thread.submit(self._run_or_abort, exchange), None)
@@ -166,12 +164,12 @@ class RailExchanger:
             size_bytes = sum(piece.nbytes for piece in exchange.pieces)
             with timeline.span("exchange by rail", "wire", size_bytes):
                 self._run(exchange)
-        except Exception as error:
+        except Exception:
+            exchange.give_up()
             # Others of the node and the rail wait for this rank. Gloo's abort() does nothing: there they wait
             # until this process has ended, or for the group's timeout.
             for group in (self.groups.node, *self.groups.lanes):
                 _made(group)._get_backend(torch.device("cpu")).abort()
-            exchange.fail(error)
             raise
 
     # Straight to the groups: torch's functions do not know them any more once the program has said
@@ -184,6 +182,8 @@ class RailExchanger:
         place = layout.node_of(rank).index(rank)
         owned = [bool(layout.rail_of(rank)) and shards[place].numel() > 0 for shards in dealt]
         works: list[list[dist.Work]] = []
+        # On an accelerator all of the node goes before all of the rail: see `_pieces`.
+        ahead = _FILLED_AHEAD if exchange.pieces[0].is_cpu else len(dealt)
 
         def collect(until: int) -> None:
             for index in range(len(works), min(until, len(dealt))):
@@ -192,7 +192,7 @@ class RailExchanger:
 
         def collected() -> Iterator[torch.Tensor]:
             for index, (shards, owns) in enumerate(zip(dealt, owned, strict=True)):
-                collect(index + _FILLED_AHEAD)
+                collect(index + ahead)
                 _wait(works[index])
                 if owns:
                     yield shards[place]
@@ -245,11 +245,10 @@ class _Exchange:
         if self._sources is not None:
             self.pieces[index].copy_(self._sources[index])
 
-    def fail(self, error: Exception) -> None:
-        """No more pieces will come."""
+    def give_up(self) -> None:
+        """No more pieces will come. Why, the thread's own future says: its frames know these."""
         for spread in self.spread:
-            if not spread.done():
-                spread.set_exception(error)
+            spread.cancel()
 
 
 class PendingRails:
@@ -276,8 +275,11 @@ class PendingRails:
     def wait(self) -> list[torch.Tensor]:
         """The results: on CPU they are there, on an accelerator its current stream waits for them."""
         if self._running is not None:
-            with _named():
+            try:
                 self._running.result()
+            except RuntimeError as error:
+                # Without frames: they know this object, which knows it.
+                raise _broken(error) from error.with_traceback(None)
         if self._event is not None:
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
             require_arrived(self._tensors[0].device)
@@ -289,18 +291,24 @@ class PendingRails:
             self.wait()
         for piece, spread in zip(self._exchange.pieces, self._exchange.spread, strict=True):
             if self._running is not None:
-                with _named():
-                    _wait(spread.result())
+                self._wait_for(spread)
             yield piece
         self.wait()
 
+    def _wait_for(self, spread: Future[list[dist.Work]]) -> None:
+        broke: Exception | None = None
+        try:
+            _wait(spread.result())
+        except (CancelledError, RuntimeError) as error:
+            broke = error.with_traceback(None)
+        if broke is not None:
+            # Raises, when the exchanger's thread has told others of it.
+            self.wait()
+            raise _broken(broke) from broke
 
-@contextmanager
-def _named() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(f"exchange of the model's weights between nodes failed: {error}") from error
+
+def _broken(error: Exception) -> CommunicationError:
+    return CommunicationError(f"exchange of the model's weights between nodes failed: {error}")
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Shards:

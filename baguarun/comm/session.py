@@ -338,9 +338,13 @@ class DataParallelSession:
             self._engine.settle()
         # Before the engine agrees on anything: on another rank this is done by an evaluation. Not by one that
         # comes after a backward which has not ended: what that has launched comes first on other ranks.
-        is_in_round = self._engine is not None and self._engine.in_round()
-        if self._buffers is not None and self._shares_buffers() and not is_in_round:
-            self._buffers.share_if_due(self._group)
+        if (
+            self._buffers is not None
+            and self._buffers.are_due
+            and self._shares_buffers()
+            and not (self._engine is not None and self._engine.in_round())
+        ):
+            self._buffers.share(self._group)
         is_alone = self.settings.evaluates_alone and not self._module.training
         if torch.is_grad_enabled() and self._engine is not None:
             begins_round = self._accumulation.begins_round()
@@ -361,7 +365,7 @@ class DataParallelSession:
         timeline.record_since(self._forward_start_ns, "forward", "compute")
         syncing = torch.is_grad_enabled() and self._accumulation.communicates
         if syncing and self._buffers is not None:
-            self._buffers.become_due()
+            self._buffers.are_due = True
         if (weight := self._accumulation.weight(of_step=self._sends_gradients())) != 1:
             output = weigh_gradients(output, weight)
         if syncing and self._boundary is not None:
@@ -390,7 +394,7 @@ class DataParallelSession:
             self.before_forward()
             if self._engine is not None and self._sends_gradients():
                 if self._buffers is not None:
-                    self._buffers.become_due()
+                    self._buffers.are_due = True
                 if self._boundary is not None:
                     self._boundary.note_backward()
                 self._engine.take_part()

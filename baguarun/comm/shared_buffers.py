@@ -17,17 +17,12 @@ class SharedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = tuple(module.modules())
-        self._are_due = True
+        self.are_due = True
+        """Whether a forward has been synchronised since they were shared; alike on all ranks."""
 
-    def become_due(self) -> None:
-        """A forward has been synchronised."""
-        self._are_due = True
-
-    def share_if_due(self, group: dist.ProcessGroup) -> None:
-        """Collective over `group` if they are due, as all ranks find alike. Raises `CommunicationError`."""
-        if not self._are_due:
-            return
-        self._are_due = False
+    def share(self, group: dist.ProcessGroup) -> None:
+        """Collective over `group`. Raises `CommunicationError`."""
+        self.are_due = False
         if buffers := [real_view(buffer) for buffer in self._find()]:
             broadcast_buffers(buffers, group)
 

@@ -14,8 +14,6 @@ from baguarun.errors import UsageError
 _ALIGN_BYTES = 64
 """Where each parameter starts: what vector code on CPUs likes best."""
 _LEAST_PIECE_BYTES, _MOST_PIECES = 1 << 20, 16
-# Numbers: what a core's cache holds twice.
-_SWAPPED_AT_ONCE = 1 << 16
 
 
 class FlatWeights:
@@ -114,7 +112,9 @@ def replace_as_they_come(
     buffers: Sequence[torch.Tensor], pieces: Iterator[torch.Tensor], all_are_there: Callable[[], bool]
 ) -> None:
     """Overwrite flat tensors piece by piece, while later ones are on their way, or not at all: if one fails
-    to come, what was replaced is put back. Uses the pieces' memory for that. Raises what `pieces` raises."""
+    to come, what was replaced is put back. What has come is lost then, as its memory is used for that. Raises
+    what `pieces` raises."""
+    swap = load_extension().swap_tensors
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
     places = at_places(buffers, pieces)
     try:
@@ -124,22 +124,12 @@ def replace_as_they_come(
                 last = [(mine, piece), *places]
                 torch._foreach_copy_([mine for mine, _ in last], [piece for _, piece in last])
                 return
-            _swap(mine, piece)
+            swap(mine, piece)
             replaced.append((mine, piece))
     except BaseException:
         for mine, kept in replaced:
             mine.copy_(kept)
         raise
-
-
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    kept = torch.empty_like(one[:_SWAPPED_AT_ONCE])
-    for mine, its in zip(
-        torch.split(one, _SWAPPED_AT_ONCE), torch.split(other, _SWAPPED_AT_ONCE), strict=True
-    ):
-        saved = kept[: mine.numel()].copy_(mine)
-        mine.copy_(its)
-        its.copy_(saved)
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:

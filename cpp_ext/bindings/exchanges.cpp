@@ -6,6 +6,7 @@
 
 #include "engine/difference_exchange.h"
 #include "engine/tensor_reduction.h"
+#include "engine/tensor_swap.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,8 @@ void bindExchanges(py::module_& module) {
            py::arg("group"), py::arg("tensors"), py::arg("operation"), py::arg("round"), withoutGil)
       .def("wait", &TensorReduction::wait, withoutGil)
       .def("bytes", &TensorReduction::bytes);
+  module.def("swap_tensors", &engine::swapTensors, py::arg("one"), py::arg("other"), withoutGil,
+             "Gives each of two tensors on the CPU the numbers of the other.");
   module.def(
       "checksum",
       [](const std::vector<at::Tensor>& tensors) {

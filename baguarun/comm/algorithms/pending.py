@@ -115,7 +115,7 @@ class PendingExchange:
         self._works = start_messages(group, [(to_rank, sent)], [(from_rank, self._received)])
 
     def is_done(self) -> bool:
-        """Whether `wait` returns at once. Does not block."""
+        """Whether `wait` is known to return at once; on Gloo, which does not say, never. Does not block."""
         return all(call(work.is_completed) for work in self._works)
 
     def wait(self) -> list[torch.Tensor]:

@@ -85,8 +85,7 @@ def mixed_in_pieces(mode: str, come_late: bool, is_cut_off: bool) -> tuple[torch
     stepper.before_forward()
     pending = stepper._pending  # type: ignore[attr-defined]
     assert len(pieces_of(weights.buffers)) == 3
-    if come_late:
-        pending.is_done = lambda: False
+    pending.is_done = lambda: not come_late
     if is_cut_off:
         arrivals = pending.arrivals
 

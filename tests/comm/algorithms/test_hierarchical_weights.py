@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import signal
+import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,9 +17,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from baguarun.comm import rail_groups
-from baguarun.comm.algorithms import Algorithm, AsyncModelAverage, Decentralized, DiLoCo, LocalSGD
+from baguarun.comm.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    StepContext,
+    Stepper,
+)
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.comm.groups import keeps_order
+from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError, UsageError
 from tests.comm.algorithms.simulation import (
     assert_same_training,
@@ -175,6 +188,97 @@ def test_bytes_of_all_levels_are_counted() -> None:
     assert found == [3 * size // 2] * 4
     # The leader gives all of it to its node and to the other node; who owns nothing gives to the leader.
     assert run_ranks(bytes_of_one_exchange, 3, (2, 1), "all", backend="gloo") == [2 * size, size, size]
+
+
+def stepper_of_many_pieces(sizes: Sequence[int], mode: str) -> Stepper:
+    """On weights of two types, of 5 and 3 pieces, whose numbers are whole."""
+    live_on_nodes(sizes)
+    group = dist.new_group()
+    rails = rail_groups.join_rails(True, group, torch.device("cpu"), collectives=True, with_few=mode != "all")
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    parameters = [
+        (str(dtype), torch.nn.Parameter(torch.randint(0, 1 << 12, (count,), generator=draw).to(dtype)))
+        for dtype, count in ((torch.float32, (5 << 18) + 1), (torch.float64, (3 << 17) + 1))
+    ]
+    context = StepContext(weights=FlatWeights(parameters), lanes=(group,), rails=rails)
+    return Decentralized(peer_selection_mode=mode, hierarchical=True).make_stepper(context)
+
+
+def all_weights(stepper: Stepper) -> torch.Tensor:
+    return torch.cat([buffer.double() for buffer in stepper.context.weights.buffers])
+
+
+def mixed_in_pieces(sizes: Sequence[int], mode: str) -> torch.Tensor:
+    """Before and after."""
+    stepper = stepper_of_many_pieces(sizes, mode)
+    before = all_weights(stepper)
+    stepper.before_forward()
+    assert torch.equal(all_weights(stepper), before)
+    pending = stepper._pending  # type: ignore[attr-defined]
+    pending.is_done = lambda: False
+    stepper.before_step()
+    return torch.stack([before, all_weights(stepper)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend"), [((2, 2), "gloo"), ((2, 2), "baguanet"), ((2, 1), "gloo"), ((1, 2), "baguanet")]
+)
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+def test_pieces_of_weights_come_to_their_places(mode: str, sizes: tuple[int, ...], backend: str) -> None:
+    found = torch.stack(run_for_tensors(mixed_in_pieces, sum(sizes), sizes, mode, backend=backend))
+    wanted = node_mixing(mode, 0, sizes) @ found[:, 0]
+    # Thirds are rounded.
+    torch.testing.assert_close(found[:, 1], wanted, rtol=0, atol=0 if sizes == (2, 2) else 1e-3)
+
+
+def broken_between_pieces() -> tuple[bool, bool, bool]:
+    """The third piece of five is not spread: whether weights had changed, are as before, and nothing of the
+    exchange is kept."""
+    stepper = stepper_of_many_pieces((2, 2), "shift_one")
+    before = all_weights(stepper)
+    rails = stepper.rails
+    assert rails is not None
+    store = distributed_c10d._get_default_store()
+    spread, calls, had_changed = rails._spread, itertools.count(), []
+
+    def fail(shards: Sequence[torch.Tensor]) -> list[dist.Work]:
+        if next(calls) == 2:
+            # Two have come: the first one is in its place when the second is taken.
+            first.wait(10)
+            had_changed.append(not torch.equal(all_weights(stepper), before))
+            store.set(f"{dist.get_rank()} has come", "")
+            store.wait([f"{rank} has come" for rank in range(4)])
+            raise RuntimeError("not spread")
+        return spread(shards)
+
+    first = threading.Event()
+    rails._spread = fail  # type: ignore[method-assign]
+    stepper.before_forward()
+    pending = stepper._pending  # type: ignore[attr-defined]
+
+    asked = itertools.count()
+
+    def is_done() -> bool:
+        if next(asked) == 1:
+            first.set()
+        return False
+
+    pending.is_done = is_done
+    gc.disable()
+    left = weakref.ref(pending._exchange)
+    text = ""
+    try:
+        stepper.before_step()
+    except CommunicationError as error:
+        text = str(error)
+    assert "between nodes failed" in text
+    stepper._pending = None  # type: ignore[attr-defined]
+    del pending
+    return had_changed[0], torch.equal(all_weights(stepper), before), left() is None
+
+
+def test_an_exchange_that_breaks_between_pieces_leaves_the_weights_as_they_were_and_nothing_else() -> None:
+    assert run_ranks(broken_between_pieces, 4) == [(True, True, True)] * 4
 
 
 def exchange_until_a_peer_dies(victim: int) -> str:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from baguarun.comm.algorithms import ALGORITHMS, StepContext
+from baguarun.comm.extension import load_extension
 from baguarun.comm.weights import FlatWeights, at_places, pieces_of, replace_as_they_come
 from baguarun.errors import UsageError
 from tests.comm.ranks import run_ranks
@@ -137,3 +138,21 @@ def test_if_a_piece_does_not_come_the_weights_are_what_they_were(there_after: in
         assert torch.equal(buffer, wanted)
     # Replaced they were, where they came one after the other and had anything in them.
     assert changed == [there_after > 1 and come > 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 1023, 2048, 50_001])
+def test_two_tensors_change_places(size: int, dtype: torch.dtype) -> None:
+    room = torch.arange(2 * size + 3).to(dtype)
+    before = room.clone()
+    one, other = room[1 : size + 1], room[size + 2 : 2 * size + 2]
+    load_extension().swap_tensors(one, other)
+    assert torch.equal(one, before[size + 2 : 2 * size + 2])
+    assert torch.equal(other, before[1 : size + 1])
+    assert room[[0, size + 1, -1]].tolist() == before[[0, size + 1, -1]].tolist()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(9), torch.zeros(10).double(), torch.zeros(20)[::2]])
+def test_what_does_not_fit_does_not_change_places(other: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="want dense ones on the CPU, of one type and size"):
+        load_extension().swap_tensors(torch.ones(10), other)
