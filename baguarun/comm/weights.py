@@ -97,8 +97,8 @@ def pieces_of(buffers: Sequence[torch.Tensor], most: int = _MOST_PIECES) -> list
 def at_places(
     buffers: Sequence[torch.Tensor], pieces: Iterable[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each of `pieces`, which follow each other and make up tensors of the buffers' sizes and types, behind the
-    view of `buffers` that is in its place."""
+    """Each of `pieces`, which follow each other and make up tensors of the buffers' sizes and types, behind
+    the view of `buffers` that is in its place."""
     whole = iter(buffers)
     rest = next(whole)
     for piece in pieces:
