@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.groups import group_like
 
 # Weights of 34 MB, averaged by four ranks on two hosts while they train: without a limit of the wire and with
@@ -17,9 +16,6 @@ from baguarun.comm.groups import group_like
 # any number. At 1 Gbit/s 515, 469 and 476 with 1, 4 and 8, 450 to 460 without latency.
 _GLOO_LANES = 4
 _GLOO_AT_ONCE = 2
-# The same weights on baguanet at 1 Gbit/s, copied, averaged and copied back: 349, 336, 325 and 321 ms as 1,
-# 2, 4 and 8 parts, with 5 ms 361, 346, 352 and 355.
-_COPIED_PARTS = 4
 
 Lanes = tuple[dist.ProcessGroup, ...]
 """The first one is the group that the others are like."""
@@ -36,12 +32,9 @@ def join_lanes(group: dist.ProcessGroup, device: torch.device) -> Lanes:
     return (group, *(group_like(group, ranks, device, "lane") for _ in range(_GLOO_LANES - 1)))
 
 
-def most_parts(lanes: Lanes, *, are_copied: bool = False) -> int:
-    """As so many parts what is large goes fastest; `are_copied`: into the place that it is sent from, and out
-    of it, one part while another one is on its way."""
-    if _is_gloo(lanes[0]):
-        return _GLOO_AT_ONCE * len(lanes)
-    return _COPIED_PARTS if are_copied and dist.get_backend(lanes[0]) == BAGUANET else 1
+def most_parts(lanes: Lanes) -> int:
+    """As so many parts what is large goes fastest."""
+    return _GLOO_AT_ONCE * len(lanes) if _is_gloo(lanes[0]) else 1
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

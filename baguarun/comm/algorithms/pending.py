@@ -41,7 +41,7 @@ class PendingReduction:
         sources: Sequence[torch.Tensor] | None = None,
         least: bool = False,
     ) -> None:
-        """With `sources`, of the same sizes and types, averages of those go into `tensors`, in parts."""
+        """With `sources`, of the same sizes and types, averages of those go into `tensors`."""
         self._tensors = list(tensors)
         self._divisor = 1 if least else dist.get_world_size(lanes[0])
         self._num_arrived = 0
@@ -51,9 +51,8 @@ class PendingReduction:
             sum(tensor.nbytes for tensor in self._tensors),
         )
         kind = dist.ReduceOp.MIN if least else dist.ReduceOp.SUM
-        most = most_parts(lanes, are_copied=sources is not None)
-        self._parts = pieces_of(self._tensors, most)
-        origins = self._parts if sources is None else pieces_of(sources, most)
+        self._parts = pieces_of(self._tensors, most_parts(lanes))
+        origins = self._parts if sources is None else pieces_of(sources, most_parts(lanes))
 
         def start(part: torch.Tensor, origin: torch.Tensor, lane: dist.ProcessGroup) -> dist.Work:
             if part is not origin:
