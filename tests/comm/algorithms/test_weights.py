@@ -79,7 +79,7 @@ def test_a_stepper_takes_all_that_was_made_ahead_for_it() -> None:
 
 
 SIZES = (0, 300_001, 0, 70_000, 5, 0)
-"""Of buffers: of the first there are pieces that are swapped in several parts."""
+"""Of buffers, some of them empty."""
 
 
 def numbered(start: int) -> list[torch.Tensor]:
