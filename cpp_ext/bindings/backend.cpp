@@ -6,6 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "c10d/average.h"
 #include "c10d/backend.h"
 #include "c10d/live_groups.h"
 #include "c10d/question.h"
@@ -45,6 +46,11 @@ void bindBackend(py::module_& module) {
       .def(py::init<c10::intrusive_ptr<BaguanetBackend>>(), py::arg("group"))
       .def("ask", &backend::Question::ask, py::arg("mine"), withoutGil)
       .def("answer", &backend::Question::answer, withoutGil);
+  py::class_<backend::Average>(module, "Average")
+      .def(py::init<c10::intrusive_ptr<BaguanetBackend>, const at::Tensor&, const at::Tensor&>(),
+           py::arg("group"), py::arg("source"), py::arg("into"), withoutGil)
+      .def("is_done", &backend::Average::isDone)
+      .def("wait", &backend::Average::wait, py::arg("count"), withoutGil);
   // After the end of the interpreter no thread may call back into Python.
   const auto leave = [] { backend::LiveGroups::ofProcess().leaveAll(); };
   py::module_::import("atexit").attr("register")(py::cpp_function(leave, withoutGil));

@@ -1,4 +1,4 @@
-// What a reduction of torch's means to the transport. Included by collectives.cpp only.
+// What a reduction of torch's means to the transport. For sources of collectives only.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// Tensors as the transport wants them: plain memory. Included by collectives.cpp and backend.cpp only.
+// Tensors as the transport wants them: plain memory. For sources of collectives and backend.cpp only.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -16,12 +16,26 @@ Communicator::Communicator(const Options& options, const BlobExchange& exchange)
 Communicator::~Communicator() = default;
 
 void Communicator::allReduce(void* data, size_t count, Dtype dtype, ReduceOp op, Clock::time_point deadline) {
+  allReduceInto(data, data, count, dtype, op, deadline, {});
+}
+
+void Communicator::allReduceInto(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op,
+                                 Clock::time_point deadline,
+                                 const std::function<void(size_t count)>& arrived) {
   checkReduction(op, dtype);
-  shm::totalBytes(count, dtype);
+  const size_t bytes = shm::totalBytes(count, dtype);
+  const auto copy = [&] {
+    if (out != in) {
+      copyBytes(out, in, bytes);
+    }
+  };
   implementation_->collective(
       {.count = count, .kind = CallKind::kAllReduce, .dtype = dtype, .op = op}, deadline,
-      [&](ShmGroup& group) { group.allReduce(data, count, dtype, op); },
-      [&](Levels& levels, const Call& call) { levels.allReduce(call, data, count, dtype, op); }, [] {});
+      [&](ShmGroup& group) {
+        copy();
+        group.allReduce(out, count, dtype, op);
+      },
+      [&](Levels& levels, const Call& call) { levels.allReduce(call, in, out, arrived); }, copy);
 }
 
 void Communicator::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root,

@@ -69,22 +69,26 @@ WireGroup Levels::speakers(int root) {
   return WireGroup(context_, std::move(ranks), host_);
 }
 
-void Levels::allReduce(const Call& call, void* data, size_t count, Dtype dtype, ReduceOp op) {
-  const size_t bytes = count * elementBytes(dtype);
-  if (isHalf(dtype) && bytes <= kWidenedBytes) {
-    std::vector<float> wide(count);
-    widen(dtype, data, wide.data(), count);
-    reduceByLeaders(call, bytesOf(wide.data()), count, Dtype::kFloat32, op);
-    narrow(dtype, wide.data(), data, count);
+void Levels::allReduce(const Call& call, const void* in, void* out, const RailAllReduce::Arrived& arrived) {
+  const size_t each = elementBytes(call.dtype);
+  if (isHalf(call.dtype) && call.count * each <= kWidenedBytes) {
+    std::vector<float> wide(call.count);
+    widen(call.dtype, in, wide.data(), call.count);
+    reduceByLeaders(call, bytesOf(wide.data()), call.count, Dtype::kFloat32, call.op);
+    narrow(call.dtype, wide.data(), out, call.count);
     return;
   }
-  if (!overRails_ || !RailAllReduce::isFor(call)) {
-    reduceByLeaders(call, bytesOf(data), count, dtype, op);
-    return;
+  size_t left = call.count;
+  if (overRails_ && RailAllReduce::isFor(call)) {
+    overRails_->run(context_.ownTrail(call.sequence), in, out, arrived);
+    left = RailAllReduce::numLeft(call, local_->size());
   }
-  overRails_->run(context_.ownTrail(call.sequence), data);
-  if (const size_t left = RailAllReduce::numLeft(call, local_->size()); left > 0) {
-    reduceByLeaders(call, bytesOf(data) + (count - left) * elementBytes(dtype), left, dtype, op);
+  if (left > 0) {
+    const size_t begin = (call.count - left) * each;
+    if (out != in) {
+      copyBytes(bytesOf(out) + begin, bytesOf(in) + begin, left * each);
+    }
+    reduceByLeaders(call, bytesOf(out) + begin, left, call.dtype, call.op);
   }
 }
 

@@ -21,7 +21,7 @@ class Levels {
   Levels(const HostMap& map, int rank, ShmGroup* local, WireContext& context);
 
   // As Communicator's; arguments have been checked.
-  void allReduce(const Call& call, void* data, size_t count, Dtype dtype, ReduceOp op);
+  void allReduce(const Call& call, const void* in, void* out, const RailAllReduce::Arrived& arrived);
   void reduce(const Call& call, void* data, size_t count, Dtype dtype, ReduceOp op, int root);
   void reduceScatter(const Call& call, const void* in, void* out, size_t count, Dtype dtype, ReduceOp op);
   void allGather(const Call& call, const void* in, void* out, size_t bytes);

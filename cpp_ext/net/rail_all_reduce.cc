@@ -50,24 +50,31 @@ RailAllReduce::Extent RailAllReduce::extentOf(const Part& part) const noexcept {
   return {.begin = begin, .share = (std::min(begin + each, call.count) - begin) / numLocal};
 }
 
-std::byte* RailAllReduce::begin(const Part& part) const noexcept {
-  return part.data + extentOf(part).begin * elementBytes(part.trail.call.dtype);
+size_t RailAllReduce::beginBytes(const Part& part) const noexcept {
+  return extentOf(part).begin * elementBytes(part.trail.call.dtype);
 }
 
 std::byte* RailAllReduce::own(const Part& part) const noexcept {
   const size_t shareBytes = extentOf(part).share * elementBytes(part.trail.call.dtype);
-  return begin(part) + static_cast<size_t>(local_.rank()) * shareBytes;
+  return part.out + beginBytes(part) + static_cast<size_t>(local_.rank()) * shareBytes;
 }
 
-void RailAllReduce::run(const CallTrail& trail, void* data) {
+void RailAllReduce::run(const CallTrail& trail, const void* in, void* out, const Arrived& arrived) {
   const Call& call = trail.call;
   const bool isAverage = call.op == ReduceOp::kAvg;
   const Reduction reduction{.dtype = call.dtype,
                             .op = isAverage ? ReduceOp::kSum : call.op,
                             .divisor = isAverage ? static_cast<int>(rail_.size()) : 1};
   bytesInTrip_ = rail_.bytesInTrip();
-  Part part{.trail = trail, .data = bytesOf(data), .bytes = partBytes_, .number = 0};
+  Part part{.trail = trail, .in = bytesOf(in), .out = bytesOf(out), .bytes = partBytes_, .number = 0};
   std::optional<Part> before;
+  const auto spreadBefore = [&] {
+    spread(*before);
+    if (arrived) {
+      const Extent extent = extentOf(*before);
+      arrived(extent.begin + extent.share * static_cast<size_t>(local_.size()));
+    }
+  };
   for (const size_t parts = numParts(part); part.number < parts; ++part.number) {
     if (!summedUp_) {
       sumUp(part);
@@ -78,7 +85,7 @@ void RailAllReduce::run(const CallTrail& trail, void* data) {
     // What has set out is enough for the line meanwhile.
     sumUpFollower(part);
     if (before) {
-      spread(*before);
+      spreadBefore();
     }
     before = part;
     bool hasAsked = false;
@@ -95,16 +102,17 @@ void RailAllReduce::run(const CallTrail& trail, void* data) {
               .trail = summedUp_->trail, .data = own(*summedUp_), .count = extentOf(*summedUp_).share};
         });
   }
-  spread(*before);
+  spreadBefore();
 }
 
 void RailAllReduce::sumUp(const Part& part) {
   const Call& call = part.trail.call;
-  local_.reduceScatter(begin(part), own(part), extentOf(part).share, call.dtype, call.op);
+  local_.reduceScatter(part.in + beginBytes(part), own(part), extentOf(part).share, call.dtype, call.op);
 }
 
 void RailAllReduce::spread(const Part& part) {
-  local_.allGather(own(part), begin(part), extentOf(part).share * elementBytes(part.trail.call.dtype));
+  local_.allGather(own(part), part.out + beginBytes(part),
+                   extentOf(part).share * elementBytes(part.trail.call.dtype));
 }
 
 // If all ranks of this host know what it is.
@@ -134,7 +142,8 @@ std::optional<RailAllReduce::Part> RailAllReduce::follower(const Part& part) {
   if (!all.knowsNext) {
     return std::nullopt;
   }
-  return Part{.trail = next->trail, .data = bytesOf(next->data), .bytes = partBytes_, .number = 0};
+  std::byte* const data = bytesOf(next->data);
+  return Part{.trail = next->trail, .in = data, .out = data, .bytes = partBytes_, .number = 0};
 }
 
 std::optional<WireContext::Ahead> RailAllReduce::nextCall() {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 
 #include "net/shm_group.h"
@@ -24,16 +25,21 @@ class RailAllReduce {
 
   RailAllReduce(WireContext& context, ShmGroup& local, WireGroup& rail);
 
-  // Replaces `data` of the call of `trail` by the reduction over all ranks of all hosts. Which call is next
-  // is asked of the context; it must then be run next. Throws Error, also kUsage where another one is run.
-  void run(const CallTrail& trail, void* data);
+  // How many elements, from the first on, are as they will be.
+  using Arrived = std::function<void(size_t count)>;
+
+  // Writes the reduction of `in` of the call of `trail`, over all ranks of all hosts, to `out`, which may be
+  // the same. `arrived`, if it is not empty, is called as parts come. Which call is next is asked of the
+  // context; it must then be run next. Throws Error, also kUsage where another one is run.
+  void run(const CallTrail& trail, const void* in, void* out, const Arrived& arrived);
 
  private:
   // What goes through the levels at once.
   struct Part {
     CallTrail trail;
-    std::byte* data;  // of the call
-    size_t bytes;     // of each of its parts, about
+    const std::byte* in;  // of the call
+    std::byte* out;
+    size_t bytes;  // of each of its parts, about
     size_t number;
     bool operator==(const Part& other) const = default;
   };
@@ -51,7 +57,7 @@ class RailAllReduce {
 
   static size_t numParts(const Part& part) noexcept;
   Extent extentOf(const Part& part) const noexcept;
-  std::byte* begin(const Part& part) const noexcept;
+  size_t beginBytes(const Part& part) const noexcept;
   // This rank's share of it.
   std::byte* own(const Part& part) const noexcept;
 

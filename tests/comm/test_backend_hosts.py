@@ -108,6 +108,29 @@ print("went well")
 """
 
 
+ONE_IS_KILLED_AFTER_THE_FIRST_PART = """
+import baguarun
+from baguarun.comm.backend import backend_on_cpu
+from baguarun.comm.extension import load_extension
+source, into = torch.arange(1 << 23) + float(rank), torch.zeros(1 << 23)
+average = load_extension().Average(backend_on_cpu(dist.group.WORLD), source, into)
+average.wait(1 << 20)
+assert torch.equal(into[: 1 << 20], torch.arange(1 << 20) + 1.5)
+if rank == 3:
+    # The rest takes seconds.
+    assert not average.is_done()
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    average.wait(1 << 23)
+except dist.DistBackendError as error:
+    print(error)
+try:
+    average.wait(1)
+except dist.DistBackendError:
+    print("no longer whole")
+"""
+
+
 def run(script: str, rate_mbit: float | None = None, **environ: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank."""
     with Lab(hosts=2, rate_mbit=rate_mbit) as lab:
@@ -145,6 +168,14 @@ def test_survivors_on_both_hosts_name_the_rank_that_was_killed() -> None:
         # Torch's store has a word to say, too.
         (error,) = [line for line in said.splitlines() if line.startswith("baguanet: ")]
         assert "rank 3" in error and "imed out" not in error, said
+
+
+def test_of_an_average_the_first_part_is_there_before_the_rest_fails() -> None:
+    ended = run(ONE_IS_KILLED_AFTER_THE_FIRST_PART, rate_mbit=100)
+    assert [code for code, _ in ended] == [0, 0, 0, -9], ended
+    for _, said in ended[:3]:
+        (error,) = [line for line in said.splitlines() if line.startswith("baguanet: all_reduce")]
+        assert "rank 3" in error and "no longer whole" in said, said
 
 
 def test_a_rank_that_computes_gives_signs_of_life_though_python_has_no_time() -> None:

@@ -45,6 +45,7 @@ extern "C" {
 
 // Fills `all` with `size` blobs of `blobBytes` each, from every rank's `mine`. 0: well.
 typedef int (*baguaExchange)(const char* mine, char* all, size_t blobBytes);
+typedef void (*baguaArrived)(size_t count);
 
 const char* baguaError() { return lastError.c_str(); }
 
@@ -90,6 +91,13 @@ void baguaDestroy(void* it) { delete static_cast<Communicator*>(it); }
 int baguaAllReduce(void* it, double s, void* data, size_t count, int dtype, int op) {
   return guarded(
       [&] { of(it).allReduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), after(s)); });
+}
+int baguaAllReduceInto(void* it, double s, const void* in, void* out, size_t count, int dtype, int op,
+                       baguaArrived arrived) {
+  return guarded([&] {
+    of(it).allReduceInto(in, out, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), after(s),
+                         arrived);
+  });
 }
 // What the next call will be, until it says otherwise; no elements: nobody knows.
 void baguaLookAhead(void* it, void* data, size_t count, int dtype, int op) {

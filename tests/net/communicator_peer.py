@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ _P, _Z, _I, _U, _S, _D = (
     ctypes.c_char_p,
     ctypes.c_double,
 )
+Arrived = ctypes.CFUNCTYPE(None, _Z)
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "Error": (_S, []),
     "Create": (_P, [_I, _I, _S, _D, _Z, _S, _I, Exchange]),
     "Destroy": (None, [_P]),
     "AllReduce": (_I, [_P, _D, _P, _Z, _I, _I]),
+    "AllReduceInto": (_I, [_P, _D, _P, _P, _Z, _I, _I, Arrived]),
     "LookAhead": (None, [_P, _P, _Z, _I, _I]),
     "Reduce": (_I, [_P, _D, _P, _Z, _I, _I, _I]),
     "ReduceScatter": (_I, [_P, _D, _P, _P, _Z, _I, _I]),
@@ -131,6 +133,13 @@ class Member:
     def all_reduce(self, data: np.ndarray, op: str = "sum", dtype: str = "") -> None:
         kind = DTYPES.index(dtype or data.dtype.name)
         self.call("AllReduce", pointer(data), data.size, kind, OPS.index(op))
+
+    def all_reduce_into(
+        self, source: np.ndarray, out: np.ndarray, op: str, arrived: Callable[[int], None]
+    ) -> None:
+        kind = DTYPES.index(source.dtype.name)
+        told = Arrived(arrived)
+        self.call("AllReduceInto", pointer(source), pointer(out), source.size, kind, OPS.index(op), told)
 
     def look_ahead(self, data: np.ndarray, op: str = "sum") -> None:
         """The call after the next one reduces `data`, or nobody knows if that is empty."""

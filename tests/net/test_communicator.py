@@ -237,6 +237,44 @@ def test_calls_that_are_known_before_they_come_give_the_same(tmp_path: Path, hos
             assert one.tobytes() == other.tobytes()
 
 
+def reduce_into_another(member: Member, cases: list[Case]) -> list[tuple[np.ndarray, list[int]]]:
+    """Results of all-reduces, and what was said of each on the way. What has come, and its source, are the
+    caller's by then, who overwrites both."""
+    found = []
+    for op, dtype, count in cases:
+        source = values(member.rank, count, dtype)
+        out, result = np.full_like(source, 77), np.full_like(source, 78)
+        told = [0]
+
+        def take(upto: int, source: Any = source, out: Any = out, result: Any = result) -> None:
+            result[told[-1] : upto] = out[told[-1] : upto]
+            out[:upto] = source[:upto] = 79
+            told.append(upto)
+
+        member.all_reduce_into(source, out, op, take)
+        assert np.array_equal(source[told[-1] :], values(member.rank, count, dtype)[told[-1] :])
+        result[told[-1] :] = out[told[-1] :]
+        found.append((result, told[1:]))
+    return found
+
+
+@layouts
+def test_what_is_reduced_into_another_place_can_be_used_as_it_comes(tmp_path: Path, hosts: str) -> None:
+    cases = [("avg", "float32", count) for count in (*SIZES, 9_000_005)]
+    cases += [("sum", "float64", 3_000_001), ("avg", "float16", 1000), ("max", "int32", 70_001)]
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        usual, outcomes = group.run(reduce_all, cases), group.run(reduce_into_another, cases)
+    for wanted, found in zip(usual, outcomes, strict=True):
+        for want, (result, told) in zip(wanted, found, strict=True):
+            assert result.tobytes() == want.tobytes()
+            assert told == sorted(set(told)) and max(told, default=0) <= result.size
+    counts = [hosts.count(host) for host in set(hosts)]
+    over_rails = len(counts) > 1 and set(counts) == {counts[0]} != {1}
+    said = [len(told) for _, told in outcomes[0]]
+    # 36 MB are several parts.
+    assert said[len(SIZES)] > 2 if over_rails else not any(said)
+
+
 DIRECTLY = "abc", "abcd", "abcde", "abcdefgh", "aabbcc"
 """Three hosts and more; five do not send to all at once."""
 
