@@ -79,11 +79,10 @@ def test_baguanet_has_streams_of_its_own_and_one_lane() -> None:
         assert (given, works) == ([[2 * _PIECE_BYTES]], [1])
 
 
-@pytest.mark.parametrize(("backend", "parts"), [("gloo", 10), ("baguanet", 3)])
-def test_averages_of_other_tensors_leave_those_as_they_are(backend: str, parts: int) -> None:
+def test_averages_of_other_tensors_leave_those_as_they_are() -> None:
     sizes = (2 * _PIECE_BYTES, _PIECE_BYTES // 4, 100)
-    for _, works in run_ranks(averaged, 2, torch.float32, sizes, True, backend=backend):
-        assert works == [parts]
+    for _, works in run_ranks(averaged, 2, torch.float32, sizes, True, backend="gloo"):
+        assert works == [10]
 
 
 def sums_between_nodes(algorithm: Algorithm) -> list[int]:

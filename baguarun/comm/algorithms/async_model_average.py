@@ -242,8 +242,7 @@ class AsyncStepper(Stepper):
 
     def _start(self) -> None:
         torch._foreach_copy_(self._snapshot, self.context.weights.buffers)
-        torch._foreach_copy_(self._averages, self._snapshot)
-        average = self.average(self._averages)
+        average = self.average(self._averages, self._snapshot)
         if self._period is None:
             vote, self._next_start = None, None
             self._first = _FirstPeriod(start=self.steps, ask_at=self.steps + 1)

@@ -10,7 +10,7 @@ import torch
 from baguarun.comm.algorithms.base import Algorithm, Operation, full_precision
 from baguarun.comm.algorithms.stepper import StepContext, Stepper, require_range
 from baguarun.comm.rails import Hierarchical, require_hierarchical
-from baguarun.comm.weights import FlatWeights
+from baguarun.comm.weights import FlatWeights, replace_as_they_come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class _Averager(Stepper):
         if self.steps > self._settings.warmup_steps and self._replicas_are_equal():
             mine = self.context.weights.buffers
             # Into copies: one that fails half-way must leave the weights whole.
-            torch._foreach_copy_(self._averages, mine)
-            torch._foreach_copy_(mine, self.average(self._averages).wait())
+            pending = self.average(self._averages, mine)
+            replace_as_they_come(mine, pending.arrivals(), pending.is_done)
         if self._replicas_are_equal():
             self.shared_steps = self.steps
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from baguarun.comm import timeline
 from baguarun.comm.arrival import require_arrived
+from baguarun.comm.backend import backend_on_cpu
+from baguarun.comm.extension import load_extension
 from baguarun.comm.lanes import Lanes, most_parts
 from baguarun.comm.weights import pieces_of
 from baguarun.errors import CommunicationError
@@ -94,6 +96,51 @@ class PendingReduction:
         self._num_arrived += len(self._parts[those])
         if self._num_arrived == len(self._parts):
             self._flight.end()
+
+
+class PendingAverages:
+    """Tensors on the CPU on the way to the ranks' averages over baguanet; do not touch until `wait`."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Averages of `sources`, of the same sizes and types or the same, go into `tensors`."""
+        self._tensors = list(tensors)
+        self._flight = timeline.flight(
+            "average of weights", "wire", sum(tensor.nbytes for tensor in self._tensors)
+        )
+        start, backend = load_extension().Average, backend_on_cpu(group)
+        self._averages = call(
+            lambda: [start(backend, *pair) for pair in zip(sources, self._tensors, strict=True)]
+        )
+
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. Does not block."""
+        done = all(average.is_done() for average in self._averages)
+        if done:
+            self._flight.end()
+        return done
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results. Raises `CommunicationError`."""
+        for average, tensor in zip(self._averages, self._tensors, strict=True):
+            self._wait(average, tensor.numel())
+        self._flight.end()
+        return self._tensors
+
+    def arrivals(self) -> Iterator[torch.Tensor]:
+        """As `Pending.arrivals`; what the sources have in a result's place may be changed then, too."""
+        for average, tensor in zip(self._averages, self._tensors, strict=True):
+            num_arrived = 0
+            for piece in pieces_of([tensor]):
+                num_arrived += piece.numel()
+                self._wait(average, num_arrived)
+                yield piece
+        self._flight.end()
+
+    def _wait(self, average: Any, count: int) -> None:
+        with timeline.span("wait for weights", "wait"):
+            call(lambda: average.wait(count))
 
 
 class PendingExchange:

@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from baguarun.comm.algorithms.pending import Pending, PendingExchange, PendingReduction
+from baguarun.comm.algorithms.pending import (
+    Pending,
+    PendingAverages,
+    PendingExchange,
+    PendingReduction,
+)
 from baguarun.comm.backend import NAME as BAGUANET
 from baguarun.comm.lanes import Lanes
 from baguarun.comm.legacy import source_of
@@ -144,11 +149,13 @@ class Stepper:
         world_size = self.context.world_size
         self.rounds += 1
         # The all-reduce of baguanet goes by rail of itself, and one node is everybody.
-        by_rail = self.rails is not None and self.rails.num_nodes > 1
-        if self.rails is not None and by_rail and dist.get_backend(self.context.group) != BAGUANET:
+        is_ours = dist.get_backend(self.context.group) == BAGUANET
+        if self.rails is not None and self.rails.num_nodes > 1 and not is_ours:
             self.bytes_sent += self.rails.bytes_per_average(tensors)
             return self.rails.average(tensors, sources)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
+        if is_ours:
+            return PendingAverages(tensors, tensors if sources is None else sources, self.context.group)
         return PendingReduction(tensors, self.context.lanes, sources=sources)
 
     def exchange(

@@ -146,7 +146,8 @@ def starts_while_an_average_takes_three_steps(
     )
     started: list[int] = []
 
-    def average(tensors: Sequence[torch.Tensor]) -> SlowAverage:
+    def average(tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> SlowAverage:
+        torch._foreach_copy_(list(tensors), list(sources))
         started.append(stepper.steps)
         return SlowAverage(tensors, lambda: stepper.steps >= started[-1] + 3 or stepper._paused)
 
@@ -243,7 +244,7 @@ def steps_noted_after_slow_ones() -> list[float]:
             now += 1.5
             return self._tensors
 
-    stepper.average = lambda tensors: Waits(tensors, lambda: False)  # type: ignore[method-assign, assignment]
+    stepper.average = lambda _, sources: Waits(sources, lambda: False)  # type: ignore[method-assign, assignment]
     noted: list[float] = []
     note = stepper._step_times.note
 
