@@ -47,8 +47,8 @@ void bindBackend(py::module_& module) {
       .def("ask", &backend::Question::ask, py::arg("mine"), withoutGil)
       .def("answer", &backend::Question::answer, withoutGil);
   py::class_<backend::Average>(module, "Average")
-      .def(py::init<c10::intrusive_ptr<BaguanetBackend>, const at::Tensor&, const at::Tensor&>(),
-           py::arg("group"), py::arg("source"), py::arg("into"), withoutGil)
+      .def(py::init<BaguanetBackend&, const at::Tensor&, const at::Tensor&>(), py::arg("group"),
+           py::arg("source"), py::arg("into"), withoutGil)
       .def("is_done", &backend::Average::isDone)
       .def("wait", &backend::Average::wait, py::arg("count"), withoutGil);
   // After the end of the interpreter no thread may call back into Python.

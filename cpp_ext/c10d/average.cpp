@@ -1,7 +1,9 @@
 #include "c10d/average.h"
 
 #include <condition_variable>
+#include <functional>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "c10d/reduction.h"
@@ -9,12 +11,6 @@
 #include "net/waits.h"
 
 namespace baguarun::backend {
-
-namespace {
-
-constexpr const char* kName = "all_reduce";
-
-}  // namespace
 
 // Shared with the transport's thread, which may come to it after the average is gone.
 class Average::Progress {
@@ -49,30 +45,50 @@ class Average::Progress {
   bool hasEnded_ = false;
 };
 
-Average::Average(c10::intrusive_ptr<BaguanetBackend> group, const at::Tensor& from, const at::Tensor& into)
-    : group_(std::move(group)), size_(into.numel()), progress_(std::make_shared<Progress>()) {
+namespace {
+
+Started startAverage(BaguanetBackend& group, const at::Tensor& from, const at::Tensor& into,
+                     std::function<void(int64_t count)> arrived) {
   checkTensor(from);
   checkAlike({into}, from);
   TORCH_CHECK_VALUE(isPlain(from) && isPlain(into),
                     "baguanet: found tensors with gaps; want contiguous ones");
   const Reduction reduction(::c10d::ReduceOp::AVG, from);
-  collective_ = group_->start(
-      kName, [=, progress = progress_](net::Communicator& communicator, Clock::time_point deadline) {
-        communicator.allReduceInto(from.const_data_ptr(), into.mutable_data_ptr(), reduction.count(from),
-                                   reduction.dtype, reduction.op, deadline,
-                                   [&](size_t count) { progress->advance(static_cast<int64_t>(count)); });
-      });
-  collective_->onDone([progress = progress_] { progress->end(); });
+  const size_t count = reduction.count(from);
+  const size_t perElement = from.is_complex() ? 2 : 1;
+  std::optional<Collective::AllReduce> inPlace;
+  if (from.const_data_ptr() == into.const_data_ptr()) {
+    inPlace = {.data = into.mutable_data_ptr(), .count = count, .dtype = reduction.dtype, .op = reduction.op};
+  }
+  return group.start(
+      "all_reduce",
+      [=, arrived = std::move(arrived)](net::Communicator& communicator, Clock::time_point deadline) {
+        communicator.allReduceInto(
+            from.const_data_ptr(), into.mutable_data_ptr(), count, reduction.dtype, reduction.op, deadline,
+            [&](size_t numArrived) { arrived(static_cast<int64_t>(numArrived / perElement)); });
+      },
+      inPlace);
 }
 
-bool Average::isDone() const { return collective_->isDone(); }
+}  // namespace
+
+Average::Average(BaguanetBackend& group, const at::Tensor& from, const at::Tensor& into)
+    : size_(into.numel()),
+      progress_(std::make_shared<Progress>()),
+      started_(startAverage(group, from, into,
+                            [progress = progress_](int64_t count) { progress->advance(count); })) {
+  // Not after the end: what is called then costs the group a thread.
+  started_.collective().beforeDone([progress = progress_] { progress->end(); });
+}
+
+bool Average::isDone() const { return started_.collective().isDone(); }
 
 void Average::wait(int64_t count) {
   TORCH_CHECK_VALUE(0 <= count && count <= size_, "baguanet: found count=", count,
                     "; want 0 <= count <= ", size_);
   // All are there at the end only: until then the group may still read `from`.
-  if (count == size_ || !progress_->waitFor(count)) {
-    group_->wait(kName, *collective_);
+  if (count == size_ || started_.isForked() || !progress_->waitFor(count)) {
+    started_.wait();
   }
 }
 

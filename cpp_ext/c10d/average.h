@@ -10,14 +10,15 @@
 
 namespace baguarun::backend {
 
-// One all-reduce of the group. torch's would take a copy of what is averaged, and ends as a whole.
+// One all-reduce of the group. torch's replaces what it is given, so that who wants to keep that copies it
+// first, and ends as a whole.
 //
 // Threads: one.
 class Average {
  public:
   // Starts to write the average of the ranks' `from` to `into`, which may be the same; `from` is not to
   // change before the end. Both are kept. Throws as the group's collectives.
-  Average(c10::intrusive_ptr<BaguanetBackend> group, const at::Tensor& from, const at::Tensor& into);
+  Average(BaguanetBackend& group, const at::Tensor& from, const at::Tensor& into);
 
   // Whether it has ended, well or not. Does not block.
   bool isDone() const;
@@ -28,10 +29,9 @@ class Average {
  private:
   class Progress;
 
-  const c10::intrusive_ptr<BaguanetBackend> group_;
   const int64_t size_;
   const std::shared_ptr<Progress> progress_;
-  std::shared_ptr<Collective> collective_;
+  const Started started_;
 };
 
 }  // namespace baguarun::backend

@@ -179,23 +179,16 @@ void BaguanetBackend::abort() { driver_->abort("abort() was called on rank " + s
 
 void BaguanetBackend::shutdown() { driver_->shutdown(/*drain=*/true); }
 
-std::shared_ptr<Collective> BaguanetBackend::start(const char* name, Collective::Body body) {
-  auto collective = std::make_shared<Collective>(std::move(body), timeout_.load());
+Started BaguanetBackend::start(const char* name, Collective::Body body,
+                               std::optional<Collective::AllReduce> allReduce) {
+  auto collective = std::make_shared<Collective>(std::move(body), timeout_.load(), allReduce);
   const Label label{.operation = name, .number = ++number_};
   try {
     driver_->start(collective);
   } catch (const net::Error&) {
     std::rethrow_exception(translate(std::current_exception(), label, driver_->group()));
   }
-  return collective;
-}
-
-void BaguanetBackend::wait(const char* name, Collective& collective) {
-  const net::Waiting waiting;
-  driver_->wait(collective, Clock::time_point::max());
-  if (const auto error = collective.error()) {
-    std::rethrow_exception(translate(error, Label{.operation = name}, driver_->group()));
-  }
+  return {driver_, std::move(collective), label};
 }
 
 milliseconds BaguanetBackend::timeoutOf(milliseconds asked) const {

@@ -100,10 +100,9 @@ class BaguanetBackend final : public ::c10d::Backend {
   void shutdown() override;
 
   // A collective of our own that is no work of torch's: `body` runs when those started before have ended.
-  // `name` is for errors. Throws c10::DistBackendError.
-  std::shared_ptr<Collective> start(const char* name, Collective::Body body);
-  // Waits for its end, and throws what it failed with.
-  void wait(const char* name, Collective& collective);
+  // `name` is for errors, `allReduce` as in Collective. Throws c10::DistBackendError.
+  Started start(const char* name, Collective::Body body,
+                std::optional<Collective::AllReduce> allReduce = std::nullopt);
 
  private:
   using Deadline = Clock::time_point;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "c10d/backend.h"
 
@@ -27,7 +28,7 @@ class Question {
  private:
   const c10::intrusive_ptr<BaguanetBackend> group_;
   std::shared_ptr<Numbers> numbers_;
-  std::shared_ptr<Collective> collective_;
+  std::optional<Started> started_;
 };
 
 }  // namespace baguarun::backend

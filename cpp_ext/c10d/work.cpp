@@ -46,6 +46,18 @@ std::exception_ptr translate(const std::exception_ptr& error, const Label& label
   }
 }
 
+void Started::wait() const {
+  try {
+    const net::Waiting waiting;
+    driver_->wait(*collective_, Clock::time_point::max());
+  } catch (const net::Error&) {
+    std::rethrow_exception(translate(std::current_exception(), label_, driver_->group()));
+  }
+  if (const auto error = collective_->error()) {
+    std::rethrow_exception(translate(error, label_, driver_->group()));
+  }
+}
+
 Work::Work(int rank, ::c10d::OpType type, Parts parts, const char* title,
            const std::optional<std::vector<at::Tensor>>& inputs)
     : ::c10d::Work(rank, type, title, inputs), parts_(std::move(parts)) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 #include <vector>
 
 #include "c10d/driver.h"
@@ -23,6 +24,25 @@ struct Label {
 
 // The exception for Python: c10::DistBackendError where the group is concerned, others as they are.
 std::exception_ptr translate(const std::exception_ptr& error, const Label& label, const std::string& group);
+
+// A collective of our own that was started, without torch's tensors and works. Keeps the group from nothing.
+// Threads: any.
+class Started {
+ public:
+  Started(std::shared_ptr<Driver> driver, std::shared_ptr<Collective> collective, const Label& label)
+      : driver_(std::move(driver)), collective_(std::move(collective)), label_(label) {}
+
+  Collective& collective() const noexcept { return *collective_; }
+  // This process is a child of the one that started it, where it cannot end.
+  bool isForked() const noexcept { return driver_->isForked(); }
+  // Waits for the end. Throws what it failed with.
+  void wait() const;
+
+ private:
+  std::shared_ptr<Driver> driver_;
+  std::shared_ptr<Collective> collective_;
+  Label label_;
+};
 
 // A started operation. wait() without a timeout is bounded by the operation's own, or the group's for a
 // message. Threads: any.

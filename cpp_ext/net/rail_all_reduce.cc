@@ -72,7 +72,10 @@ void RailAllReduce::run(const CallTrail& trail, const void* in, void* out, const
     spread(*before);
     if (arrived) {
       const Extent extent = extentOf(*before);
-      arrived(extent.begin + extent.share * static_cast<size_t>(local_.size()));
+      const auto numLocal = static_cast<size_t>(local_.size());
+      // An empty part begins behind what is left.
+      arrived(std::min(extent.begin + extent.share * numLocal,
+                       trail.call.count - numLeft(trail.call, local_.size())));
     }
   };
   for (const size_t parts = numParts(part); part.number < parts; ++part.number) {

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from baguarun.comm.algorithms.pending import PendingAverages
+from baguarun.comm.algorithms.stepper import StepContext, Stepper
 from baguarun.comm.backend import backend_on_cpu
 from baguarun.comm.extension import load_extension
+from baguarun.comm.weights import FlatWeights
 from baguarun.errors import CommunicationError
 from tests.comm.ranks import run_ranks
 
@@ -87,7 +90,9 @@ def one_has_another_size() -> None:
     assert group is not None
     tensor = torch.ones(100 + dist.get_rank())
     pending = PendingAverages([tensor], [tensor], group)
-    with pytest.raises(CommunicationError, match=r"exchange of the model's weights failed: .*all.reduce"):
+    with pytest.raises(
+        CommunicationError, match=r"exchange of the model's weights failed: .*all_reduce \(collective \d+\)"
+    ):
         pending.wait()
     # It has ended.
     assert pending.is_done()
@@ -95,6 +100,24 @@ def one_has_another_size() -> None:
 
 def test_ranks_that_average_other_sizes_are_told() -> None:
     run_ranks(one_has_another_size, 2)
+
+
+def complex_numbers_and_tensors_with_gaps() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    ones = torch.ones(3, 4)
+    weights = FlatWeights([("weight", nn.Parameter(ones.clone()))])
+    stepper = Stepper(StepContext(weights=weights, lanes=(group,)))
+    gaps, turned = (rank * ones).T, torch.zeros(4, 3)
+    found = stepper.average([turned], [gaps])
+    assert torch.equal(found.wait()[0], 0.5 * ones.T)
+    source = torch.full((1 << 18,), complex(rank, 1))
+    (found,) = stepper.average([torch.empty_like(source)], [source]).wait()
+    assert bool((found == complex(0.5, 1)).all())
+
+
+def test_what_a_stepper_averages_may_have_gaps_and_be_complex() -> None:
+    run_ranks(complex_numbers_and_tensors_with_gaps, 2)
 
 
 def drops_one_that_is_under_way() -> None:

@@ -109,15 +109,17 @@ print("went well")
 
 
 ONE_IS_KILLED_AFTER_THE_FIRST_PART = """
-import baguarun
 from baguarun.comm.backend import backend_on_cpu
 from baguarun.comm.extension import load_extension
+store = dist.distributed_c10d._get_default_store()
 source, into = torch.arange(1 << 23) + float(rank), torch.zeros(1 << 23)
 average = load_extension().Average(backend_on_cpu(dist.group.WORLD), source, into)
 average.wait(1 << 20)
 assert torch.equal(into[: 1 << 20], torch.arange(1 << 20) + 1.5)
+store.set(f"{rank} has it", "")
 if rank == 3:
     # The rest takes seconds.
+    store.wait([f"{other} has it" for other in range(3)])
     assert not average.is_done()
     os.kill(os.getpid(), signal.SIGKILL)
 try:

@@ -12,7 +12,7 @@ from baguarun.comm.algorithms.diloco import DiLoCo
 from baguarun.comm.algorithms.gradient_allreduce import GradientAllReduce
 from baguarun.comm.algorithms.local_sgd import LocalSGD
 from baguarun.comm.algorithms.low_precision_decentralized import LowPrecisionDecentralized
-from baguarun.comm.algorithms.pending import PendingExchange, PendingReduction
+from baguarun.comm.algorithms.pending import PendingAverages, PendingExchange, PendingReduction
 from baguarun.comm.algorithms.power_sgd import PowerSGD
 from baguarun.comm.algorithms.qadam import QAdam
 from baguarun.comm.algorithms.qadam_optimizer import QAdamOptimizer
@@ -32,6 +32,7 @@ __all__ = [
     "LowPrecisionDecentralized",
     "Operation",
     "OperationKind",
+    "PendingAverages",
     "PendingExchange",
     "PendingReduction",
     "PowerSGD",

@@ -154,7 +154,7 @@ class Stepper:
             self.bytes_sent += self.rails.bytes_per_average(tensors)
             return self.rails.average(tensors, sources)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
-        if is_ours:
+        if is_ours and all(tensor.is_contiguous() for tensor in (*tensors, *(sources or ()))):
             return PendingAverages(tensors, tensors if sources is None else sources, self.context.group)
         return PendingReduction(tensors, self.context.lanes, sources=sources)
 
