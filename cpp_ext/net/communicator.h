@@ -94,8 +94,8 @@ class Communicator {
 
   // Collectives. Arguments as in shm_group.h; `deadline` bounds the call.
   void allReduce(void* data, size_t count, Dtype dtype, ReduceOp op, Clock::time_point deadline);
-  // Of what is at `in`, which stays as it is, to `out`, which may be the same. `arrived` is told on the way that so many elements,
-  // from the first on, are as they will be; that all are it may not be told.
+  // Of what is at `in`, which stays as it is, to `out`, which may be the same. `arrived` is told on the way
+  // that so many elements, from the first on, are as they will be; that all are it may not be told.
   void allReduceInto(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op,
                      Clock::time_point deadline, const std::function<void(size_t count)>& arrived);
   void reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root, Clock::time_point deadline);
