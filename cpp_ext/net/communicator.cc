@@ -24,18 +24,11 @@ void Communicator::allReduceInto(const void* in, void* out, size_t count, Dtype 
                                  const std::function<void(size_t count)>& arrived) {
   checkReduction(op, dtype);
   const size_t bytes = shm::totalBytes(count, dtype);
-  const auto copy = [&] {
-    if (out != in) {
-      copyBytes(out, in, bytes);
-    }
-  };
   implementation_->collective(
       {.count = count, .kind = CallKind::kAllReduce, .dtype = dtype, .op = op}, deadline,
-      [&](ShmGroup& group) {
-        copy();
-        group.allReduce(out, count, dtype, op);
-      },
-      [&](Levels& levels, const Call& call) { levels.allReduce(call, in, out, arrived); }, copy);
+      [&](ShmGroup& group) { group.allReduce(in, out, count, dtype, op); },
+      [&](Levels& levels, const Call& call) { levels.allReduce(call, in, out, arrived); },
+      [&] { copyBytes(out, in, bytes); });
 }
 
 void Communicator::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root,
@@ -49,7 +42,7 @@ void Communicator::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, in
        .kind = CallKind::kReduce,
        .dtype = dtype,
        .op = op},
-      deadline, [&](ShmGroup& group) { group.reduce(data, count, dtype, op, root); },
+      deadline, [&](ShmGroup& group) { group.reduce(data, data, count, dtype, op, root); },
       [&](Levels& levels, const Call& call) { levels.reduce(call, data, count, dtype, op, root); }, [] {});
 }
 

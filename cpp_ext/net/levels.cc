@@ -74,7 +74,8 @@ void Levels::allReduce(const Call& call, const void* in, void* out, const RailAl
   if (isHalf(call.dtype) && call.count * each <= kWidenedBytes) {
     std::vector<float> wide(call.count);
     widen(call.dtype, in, wide.data(), call.count);
-    reduceByLeaders(call, bytesOf(wide.data()), call.count, Dtype::kFloat32, call.op);
+    std::byte* const sum = bytesOf(wide.data());
+    reduceByLeaders(call, sum, sum, call.count, Dtype::kFloat32, call.op);
     narrow(call.dtype, wide.data(), out, call.count);
     return;
   }
@@ -85,25 +86,24 @@ void Levels::allReduce(const Call& call, const void* in, void* out, const RailAl
   }
   if (left > 0) {
     const size_t begin = (call.count - left) * each;
-    if (out != in) {
-      copyBytes(bytesOf(out) + begin, bytesOf(in) + begin, left * each);
-    }
-    reduceByLeaders(call, bytesOf(out) + begin, left, call.dtype, call.op);
+    reduceByLeaders(call, bytesOf(in) + begin, bytesOf(out) + begin, left, call.dtype, call.op);
   }
 }
 
-void Levels::reduceByLeaders(const Call& call, std::byte* data, size_t count, Dtype dtype, ReduceOp op) {
+void Levels::reduceByLeaders(const Call& call, const std::byte* in, std::byte* out, size_t count, Dtype dtype,
+                             ReduceOp op) {
   const Reduction reduction{
       .dtype = dtype, .op = withoutAverage(op), .divisor = divisorOf(op, map_.hostOf.size())};
   if (local_ != nullptr) {
-    local_->reduce(data, count, dtype, reduction.op, 0);
+    local_->reduce(in, out, count, dtype, reduction.op, 0);
+    in = out;
   }
   if (isLeader()) {
     const auto findNext = [this] { return local_ == nullptr ? context_.nextAllReduce() : std::nullopt; };
-    leaders_.allReduce(context_.ownTrail(call.sequence), data, count, reduction, findNext);
+    leaders_.allReduce(context_.ownTrail(call.sequence), in, out, count, reduction, findNext);
   }
   if (local_ != nullptr) {
-    local_->broadcast(data, count * elementBytes(dtype), 0);
+    local_->broadcast(out, count * elementBytes(dtype), 0);
   }
 }
 
@@ -127,7 +127,7 @@ void Levels::reduce(const Call& call, void* data, size_t count, Dtype dtype, Red
     copyBytes(sum, data, bytes);
   }
   if (local_ != nullptr) {
-    local_->reduce(sum, count, dtype, withoutAverage(op), map_.placeOf[static_cast<size_t>(speaker)]);
+    local_->reduce(sum, sum, count, dtype, withoutAverage(op), map_.placeOf[static_cast<size_t>(speaker)]);
   }
   if (rank_ == speaker) {
     speakers.reduce(call, sum, count,
@@ -153,8 +153,7 @@ void Levels::reduceScatter(const Call& call, const void* in, void* out, size_t c
     return;
   }
   std::byte* const all = stage(bytes * numRanks);
-  copyBytes(all, in, bytes * numRanks);
-  reduceByLeaders(call, all, count * numRanks, dtype, op);
+  reduceByLeaders(call, bytesOf(in), all, count * numRanks, dtype, op);
   copyBytes(out, all + static_cast<size_t>(rank_) * bytes, bytes);
 }
 

@@ -34,7 +34,8 @@ class Levels {
   bool isLeader() const noexcept { return place_ == 0; }
   std::byte* stage(size_t bytes);
   WireGroup speakers(int root);
-  void reduceByLeaders(const Call& call, std::byte* data, size_t count, Dtype dtype, ReduceOp op);
+  void reduceByLeaders(const Call& call, const std::byte* in, std::byte* out, size_t count, Dtype dtype,
+                       ReduceOp op);
   void scatterOverRails(const Call& call, const std::byte* in, void* out, size_t count, Dtype dtype,
                         ReduceOp op);
   void gatherOverRails(const Call& call, const std::byte* in, std::byte* out, size_t bytes);

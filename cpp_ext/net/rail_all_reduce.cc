@@ -92,18 +92,19 @@ void RailAllReduce::run(const CallTrail& trail, const void* in, void* out, const
     }
     before = part;
     bool hasAsked = false;
-    rail_.allReduce(
-        trail, own(part), extentOf(part).share, reduction, [&]() -> std::optional<WireContext::Ahead> {
-          // Each rank of the host as often as the others, which wait for it there.
-          if (!std::exchange(hasAsked, true)) {
-            sumUpFollower(part);
-          }
-          if (!summedUp_) {
-            return std::nullopt;
-          }
-          return WireContext::Ahead{
-              .trail = summedUp_->trail, .data = own(*summedUp_), .count = extentOf(*summedUp_).share};
-        });
+    rail_.allReduce(trail, own(part), own(part), extentOf(part).share, reduction,
+                    [&]() -> std::optional<WireContext::Ahead> {
+                      // Each rank of the host as often as the others, which wait for it there.
+                      if (!std::exchange(hasAsked, true)) {
+                        sumUpFollower(part);
+                      }
+                      if (!summedUp_) {
+                        return std::nullopt;
+                      }
+                      return WireContext::Ahead{.trail = summedUp_->trail,
+                                                .data = own(*summedUp_),
+                                                .count = extentOf(*summedUp_).share};
+                    });
   }
   spreadBefore();
 }

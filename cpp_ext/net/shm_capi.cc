@@ -79,13 +79,14 @@ void* baguaShmCreate(int rank, int size, const char* nonce, double timeout_s, si
 void baguaShmDestroy(void* group) { delete static_cast<ShmGroup*>(group); }
 
 int baguaShmAllReduce(void* group, void* data, size_t count, int dtype, int op) {
-  return guarded(
-      [&] { groupOf(group).allReduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)); });
+  return guarded([&] {
+    groupOf(group).allReduce(data, data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));
+  });
 }
 
 int baguaShmReduce(void* group, void* data, size_t count, int dtype, int op, int root) {
   return guarded([&] {
-    groupOf(group).reduce(data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), root);
+    groupOf(group).reduce(data, data, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), root);
   });
 }
 

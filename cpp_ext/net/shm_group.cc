@@ -206,23 +206,23 @@ void ShmGroup::barrier() {
       makeHeader(CallKind::kBarrier, 0), 1, [](size_t, std::byte*) {}, [](size_t, uint64_t) {});
 }
 
-void ShmGroup::allReduce(void* data, size_t count, Dtype dtype, ReduceOp op) {
+void ShmGroup::allReduce(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op) {
   checkReduction(op, dtype);
   const size_t bytes = totalBytes(count, dtype);
   Header call = makeHeader(CallKind::kAllReduce, count);
   call.call.dtype = dtype;
   call.call.op = op;
-  if (isInSegment(data, bytes)) {
-    call.offset = static_cast<uint64_t>(bytesOf(data) - segment_->data());
-    reduceInSegment(call, bytesOf(data));
+  if (in == out && isInSegment(out, bytes)) {
+    call.offset = static_cast<uint64_t>(bytesOf(out) - segment_->data());
+    reduceInSegment(call, bytesOf(out));
   } else if (bytes <= kAtOnceBytes) {
-    reduceAtOnce(call, bytesOf(data));
+    reduceAtOnce(call, bytesOf(in), bytesOf(out));
   } else {
-    reducePipelined(call, bytesOf(data));
+    reducePipelined(call, bytesOf(in), bytesOf(out));
   }
 }
 
-void ShmGroup::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root) {
+void ShmGroup::reduce(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op, int root) {
   checkReduction(op, dtype);
   checkRank(root, "root");
   const size_t bytes = totalBytes(count, dtype);
@@ -230,34 +230,34 @@ void ShmGroup::reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int ro
   call.call.dtype = dtype;
   call.call.op = op;
   if (bytes <= kAtOnceBytes) {
-    reduceAtOnce(call, bytesOf(data));
+    reduceAtOnce(call, bytesOf(in), bytesOf(out));
   } else {
-    reducePipelined(call, bytesOf(data));
+    reducePipelined(call, bytesOf(in), bytesOf(out));
   }
 }
 
 // Every rank reduces everything: P - 1 slots read, one synchronisation.
-void ShmGroup::reduceAtOnce(const Header& call, std::byte* data) {
+void ShmGroup::reduceAtOnce(const Header& call, const std::byte* in, std::byte* out) {
   const size_t bytes = call.call.count * elementBytes(call.call.dtype);
   const bool wanted = call.call.kind == CallKind::kAllReduce || static_cast<int>(call.call.root) == rank_;
   exchange(
-      call, 1, [&](size_t, std::byte* own) { copyBytes(own, data, bytes); },
+      call, 1, [&](size_t, std::byte* own) { copyBytes(own, in, bytes); },
       [&](size_t, uint64_t step) {
         if (!wanted || bytes == 0) {
           return;
         }
         std::array<const void*, kMaxRanks> sources;
         for (int rank = 0; rank < size_; ++rank) {
-          sources[static_cast<size_t>(rank)] = rank == rank_ ? data : slot(step, rank);
+          sources[static_cast<size_t>(rank)] = rank == rank_ ? in : slot(step, rank);
         }
-        void* out = data;
-        net::reduce(call.call.op, call.call.dtype, {sources.data(), static_cast<size_t>(size_)}, {&out, 1},
+        void* to = out;
+        net::reduce(call.call.op, call.call.dtype, {sources.data(), static_cast<size_t>(size_)}, {&to, 1},
                     call.call.count);
       });
 }
 
 // Step k copies chunk k in, reduces the own share of chunk k - 1 and gathers chunk k - 2.
-void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
+void ShmGroup::reducePipelined(const Header& call, const std::byte* in, std::byte* out) {
   const size_t each = elementBytes(call.call.dtype);
   const size_t bytes = call.call.count * each;
   const size_t chunk = size_ == 2 && bytes >= kLargeBytes ? kSmallChunkBytes : Layout::kSlotBytes;
@@ -271,8 +271,8 @@ void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
       const Piece piece(k, chunk, bytes);
       const Share own(piece.bytes, size_, rank_);
       std::byte* to = bytesOf(slot(first + k, rank_));
-      copyBytes(to, data + piece.offset, own.begin);
-      copyBytes(to + own.end, data + piece.offset + own.end, piece.bytes - own.end);
+      copyBytes(to, in + piece.offset, own.begin);
+      copyBytes(to + own.end, in + piece.offset + own.end, piece.bytes - own.end);
       postReady(first + k);
     }
     if (k >= 1 && k - 1 < steps) {
@@ -283,11 +283,12 @@ void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
       if (k == 1) {
         verify(step);
       }
-      std::byte* mine = data + piece.offset + own.begin;
+      const std::byte* mine = in + piece.offset + own.begin;
       for (int rank = 0; rank < size_; ++rank) {
         sources[static_cast<size_t>(rank)] = rank == rank_ ? mine : bytesOf(slot(step, rank)) + own.begin;
       }
-      const std::array<void*, 2> outs = {bytesOf(slot(step, rank_)) + own.begin, mine};
+      const std::array<void*, 2> outs = {bytesOf(slot(step, rank_)) + own.begin,
+                                         out + piece.offset + own.begin};
       net::reduce(call.call.op, call.call.dtype, {sources.data(), static_cast<size_t>(size_)},
                   {outs.data(), wanted ? size_t{2} : size_t{1}}, (own.end - own.begin) / each);
       waiter_->post(layout_->done[rank_], step + 1);
@@ -300,7 +301,7 @@ void ShmGroup::reducePipelined(const Header& call, std::byte* data) {
         const Share theirs(piece.bytes, size_, peer);
         waitDone(step, peer);
         if (wanted) {
-          copyBytes(data + piece.offset + theirs.begin, bytesOf(slot(step, peer)) + theirs.begin,
+          copyBytes(out + piece.offset + theirs.begin, bytesOf(slot(step, peer)) + theirs.begin,
                     theirs.end - theirs.begin);
         }
       }

@@ -61,11 +61,12 @@ class ShmGroup {
   // Leaves; who still waits for this rank gets an Error.
   ~ShmGroup();
 
-  // `data` is replaced by the reduction over all ranks. Inside the segment either on all ranks or on none.
-  void allReduce(void* data, size_t count, Dtype dtype, ReduceOp op);
+  // `out`: the reduction of `in` over all ranks. They may be the same; if that place is inside the segment,
+  // it is so on all ranks.
+  void allReduce(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op);
 
-  // As allReduce(), but only root's `data` is replaced; the others' keeps its values.
-  void reduce(void* data, size_t count, Dtype dtype, ReduceOp op, int root);
+  // As allReduce(), but only root's `out` is written to.
+  void reduce(const void* in, void* out, size_t count, Dtype dtype, ReduceOp op, int root);
 
   // `in`: size() blocks of `count` elements. `out`: the reduction of block rank(). It may be that block of
   // `in`.
@@ -160,8 +161,8 @@ class ShmGroup {
   template <class CopyIn, class CopyOut>
   void exchange(const Header& call, size_t steps, CopyIn copyIn, CopyOut copyOut);
 
-  void reduceAtOnce(const Header& call, std::byte* data);
-  void reducePipelined(const Header& call, std::byte* data);
+  void reduceAtOnce(const Header& call, const std::byte* in, std::byte* out);
+  void reducePipelined(const Header& call, const std::byte* in, std::byte* out);
   void reduceInSegment(const Header& call, std::byte* data);
 
   const int rank_;

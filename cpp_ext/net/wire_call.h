@@ -19,7 +19,7 @@ namespace baguarun::net {
 // What a collective needs of its communicator.
 class WireContext {
  public:
-  // An all-reduce that follows the present one, or a part of it.
+  // An all-reduce in place that follows the present one, or a part of it.
   struct Ahead {
     CallTrail trail;
     void* data;

@@ -25,7 +25,7 @@ void WireGroup::Direct::contribute() {
     const size_t to = target(++begun_.sent);
     for (size_t number = 0; number < segments_.perBlock; ++number) {
       const auto segment = segments_.at(blockOf(to), number);
-      begun_.call.send(to, segment.data(), segment.size());
+      begun_.call.send(to, ring_.contribution(segment), segment.size());
     }
   }
 }
@@ -69,10 +69,10 @@ bool WireGroup::Direct::add() {
     const auto own = this->own(number);
     const size_t count = own.size() / elementBytes(ring_.reduction.dtype);
     if (step > 1) {
-      group_.combine(ring_.reduction, sum(number), slot(step, number), count, false);
+      group_.combine(ring_.reduction, sum(number), sum(number), slot(step, number), count);
     }
     if (step + 1 == group_.size()) {
-      group_.combine(ring_.reduction, own.data(), sum(number), count, true);
+      group_.combine(ring_.reduction, own.data(), sum(number), ring_.contribution(own), count);
       if (ring_.reduction.divisor > 1) {
         divide(ring_.reduction.dtype, own.data(), count, ring_.reduction.divisor);
       }

@@ -51,9 +51,10 @@ class WireGroup {
   // What comes after an all-reduce: data of the same type of element or another, as its trail says.
   using FindNext = std::function<std::optional<WireContext::Ahead>()>;
 
-  // `findNext` is called at least once, when nobody needs this rank's thread for the present one any more,
-  // and may wait for ranks of the same host there. What it has found must be reduced next.
-  void allReduce(const CallTrail& trail, void* data, size_t count, Reduction reduction,
+  // The reduction of `in` to `out`, which may be the same. `findNext` is called at least once, when nobody
+  // needs this rank's thread for the present one any more, and may wait for ranks of the same host there.
+  // What it has found must be reduced next.
+  void allReduce(const CallTrail& trail, const void* in, void* out, size_t count, Reduction reduction,
                  const FindNext& findNext);
   void reduce(const Call& call, void* data, size_t count, Reduction reduction, size_t root);
   // `in`, one block of `count` elements per member, is overwritten with partial results.
@@ -69,27 +70,34 @@ class WireGroup {
  private:
   // Blocks around the ring; see ring().
   struct Ring {
-    std::byte* data;    // read only where nothing is received
-    size_t blockBytes;  // of each but perhaps the last
+    const std::byte* in;  // what this rank contributes
+    std::byte* data;      // sums, and what is received; may be `in`
+    size_t blockBytes;    // of each but perhaps the last
     size_t totalBytes;
     size_t shift;        // how far the blocks are turned
     size_t reduceSteps;  // then the blocks are handed on as they are
     size_t steps;
     Reduction reduction;
+
+    // What this rank contributes to `place` of the data.
+    const std::byte* contribution(std::span<const std::byte> place) const {
+      return in + (place.data() - data);
+    }
   };
   struct Segments;
   struct Begun;
   class Direct;
 
-  Ring ringOf(void* data, size_t count, Reduction reduction) const;
+  Ring ringOf(const void* in, void* data, size_t count, Reduction reduction) const;
   std::unique_ptr<Begun> begin(const WireContext::Ahead& ahead, const Ring& ring);
   void ring(WireCall& call, const Ring& ring, Begun* begun = nullptr, const FindNext* findNext = nullptr);
   Way measuredWay() const;
   void hear(Begun& begun);
   void beginNext(Begun& present, const FindNext& findNext);
   void doubling(WireCall& call, std::byte* data, size_t count, Reduction reduction);
-  void combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
-               bool otherFirst);
+  // `out` may be either.
+  void combine(const Reduction& reduction, std::byte* out, const std::byte* first, const std::byte* second,
+               size_t count);
 
   WireContext& context_;
   const std::vector<int> members_;

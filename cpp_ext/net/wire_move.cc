@@ -24,7 +24,8 @@ void WireGroup::allGather(const Call& call, const void* in, void* out, size_t by
   std::byte* const own = bytesOf(out) + place_ * bytes;
   copyBytes(own, in, bytes);
   if (bytes * size() > kSmallBytes) {
-    ring(wire, {.data = bytesOf(out),
+    ring(wire, {.in = bytesOf(out),
+                .data = bytesOf(out),
                 .blockBytes = bytes,
                 .totalBytes = bytes * size(),
                 .shift = 0,

@@ -64,7 +64,8 @@ void WireGroup::ring(WireCall& call, const Ring& ring, Begun* begun, const FindN
       if (done < reduced) {
         const auto segment = segments.sent(previous, done);
         const size_t count = segment.size() / elementBytes(ring.reduction.dtype);
-        combine(ring.reduction, segment.data(), window + done % kWindow * segments.bytes, count, true);
+        combine(ring.reduction, segment.data(), window + done % kWindow * segments.bytes,
+                ring.contribution(segment), count);
         if (done >= lastStep && ring.reduction.divisor > 1) {
           divide(ring.reduction.dtype, segment.data(), count, ring.reduction.divisor);
         }
@@ -113,7 +114,7 @@ std::unique_ptr<WireGroup::Begun> WireGroup::begin(const WireContext::Ahead& ahe
   const Segments segments(ring, size());
   for (; begun->sent < segments.perBlock; ++begun->sent) {
     const auto segment = segments.sent(place_, begun->sent);
-    begun->call.send(next, segment.data(), segment.size());
+    begun->call.send(next, ring.contribution(segment), segment.size());
   }
   return begun;
 }
@@ -134,19 +135,19 @@ void WireGroup::beginNext(Begun& present, const FindNext& findNext) {
       return;
     }
     const Call& call = ahead->trail.call;
-    begun_ = begin(*ahead, ringOf(ahead->data, ahead->count, {call.dtype, call.op}));
+    begun_ = begin(*ahead, ringOf(ahead->data, ahead->data, ahead->count, {call.dtype, call.op}));
   }
   begun_->call.advance();
 }
 
-void WireGroup::combine(const Reduction& reduction, std::byte* data, const std::byte* other, size_t count,
-                        bool otherFirst) {
+void WireGroup::combine(const Reduction& reduction, std::byte* out, const std::byte* first,
+                        const std::byte* second, size_t count) {
   if (count == 0) {
     return;
   }
-  const std::array<const void*, 2> sources = {otherFirst ? other : data, otherFirst ? data : other};
-  void* const out = data;
-  net::reduce(reduction.op, reduction.dtype, sources, {&out, 1}, count);
+  const std::array<const void*, 2> sources = {first, second};
+  void* const to = out;
+  net::reduce(reduction.op, reduction.dtype, sources, {&to, 1}, count);
 }
 
 // Pairs at distance 1, 2, 4, ... exchange what they have. Ranks beyond the largest power of two add theirs to
@@ -170,7 +171,7 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
   if (hasExtra) {
     call.receive(place_ + power, other, bytes);
     call.waitReceived(place_ + power, 1);
-    combine(reduction, data, other, count, false);
+    combine(reduction, data, data, other, count);
   }
   for (size_t distance = 1; distance < power; distance *= 2) {
     const size_t partner = place_ ^ distance;
@@ -178,7 +179,7 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
     call.receive(partner, other, bytes);
     call.waitReceived(partner, 1);
     call.waitSent(partner, 1);
-    combine(reduction, data, other, count, partner < place_);
+    combine(reduction, data, partner < place_ ? other : data, partner < place_ ? data : other, count);
   }
   if (reduction.divisor > 1) {
     divide(reduction.dtype, data, count, reduction.divisor);
@@ -189,19 +190,24 @@ void WireGroup::doubling(WireCall& call, std::byte* data, size_t count, Reductio
   call.finish();
 }
 
-void WireGroup::allReduce(const CallTrail& trail, void* data, size_t count, Reduction reduction,
-                          const FindNext& findNext) {
-  if (begun_ == nullptr && count * elementBytes(reduction.dtype) <= kSmallBytes) {
+void WireGroup::allReduce(const CallTrail& trail, const void* in, void* out, size_t count,
+                          Reduction reduction, const FindNext& findNext) {
+  const size_t bytes = count * elementBytes(reduction.dtype);
+  if (begun_ == nullptr && bytes <= kSmallBytes) {
+    copyBytes(out, in, bytes);
     WireCall wire(context_, members_, place_, trail);
-    doubling(wire, static_cast<std::byte*>(data), count, reduction);
+    doubling(wire, static_cast<std::byte*>(out), count, reduction);
     return;
   }
-  const WireContext::Ahead present{.trail = trail, .data = data, .count = count};
-  const Ring ring = ringOf(data, count, reduction);
-  const auto begun = begun_ != nullptr ? std::move(begun_) : begin(present, ring);
-  if (begun->ahead.trail != present.trail || begun->ahead.data != data) {
+  const WireContext::Ahead present{.trail = trail, .data = out, .count = count};
+  const Ring ring = ringOf(in, out, count, reduction);
+  // What set out before its call was to be reduced in place.
+  const bool isOther =
+      begun_ != nullptr && (begun_->ahead.trail != trail || begun_->ahead.data != out || in != out);
+  if (isOther) {
     throw Error(Fault::kUsage, "", "another call than the one that was said to be next, whose data set out");
   }
+  const auto begun = begun_ != nullptr ? std::move(begun_) : begin(present, ring);
   if (begun->isDirect) {
     Direct(*this, *begun, ring).run(findNext);
   } else {
@@ -209,9 +215,10 @@ void WireGroup::allReduce(const CallTrail& trail, void* data, size_t count, Redu
   }
 }
 
-WireGroup::Ring WireGroup::ringOf(void* data, size_t count, Reduction reduction) const {
+WireGroup::Ring WireGroup::ringOf(const void* in, void* data, size_t count, Reduction reduction) const {
   const size_t bytes = count * elementBytes(reduction.dtype);
-  return {.data = static_cast<std::byte*>(data),
+  return {.in = static_cast<const std::byte*>(in),
+          .data = static_cast<std::byte*>(data),
           // Blocks meet at cache lines.
           .blockBytes = Segments::roundUp((bytes + size() - 1) / size(), 64),
           .totalBytes = bytes,
@@ -225,7 +232,8 @@ void WireGroup::reduceScatter(const Call& call, void* in, void* out, size_t coun
   WireCall wire(context_, members_, place_, call);
   const size_t bytes = count * elementBytes(reduction.dtype);
   // Turned by one, so that what a rank finishes last is its own block.
-  ring(wire, {.data = static_cast<std::byte*>(in),
+  ring(wire, {.in = static_cast<const std::byte*>(in),
+              .data = static_cast<std::byte*>(in),
               .blockBytes = bytes,
               .totalBytes = bytes * size(),
               .shift = size() - 1,
@@ -271,12 +279,12 @@ void WireGroup::reduce(const Call& call, void* data, size_t count, Reduction red
     std::byte* const slot = window + done % kWindow * segment;
     const size_t elements = mine.size() / each;
     if (isLast) {
-      combine(reduction, mine.data(), slot, elements, true);
+      combine(reduction, mine.data(), slot, mine.data(), elements);
       if (reduction.divisor > 1) {
         divide(reduction.dtype, mine.data(), elements, reduction.divisor);
       }
     } else {
-      combine(reduction, slot, mine.data(), elements, false);
+      combine(reduction, slot, slot, mine.data(), elements);
       wire.send(next, slot, mine.size());
     }
   }

@@ -44,7 +44,7 @@ void work(ShmGroup& group) {
   const float sum = static_cast<float>(size * (size - 1)) / 2;
   for (size_t count : {size_t{0}, size_t{1}, size_t{16384}, size_t{16385}, size_t{700001}}) {
     std::vector<float> data(count, rank);
-    group.allReduce(data.data(), count, Dtype::kFloat32, ReduceOp::kSum);
+    group.allReduce(data.data(), data.data(), count, Dtype::kFloat32, ReduceOp::kSum);
     expect(all(data, sum), "all-reduce");
     std::vector<float> blocks(count * size, rank);
     group.reduceScatter(blocks.data(), data.data(), count, Dtype::kFloat32, ReduceOp::kMax);
@@ -59,7 +59,7 @@ void work(ShmGroup& group) {
   auto* inside = static_cast<float*>(group.allocate(60000 * sizeof(float)));
   for (int round = 1; round <= 3; ++round) {
     std::fill(inside, inside + 60000, 1.0f);
-    group.allReduce(inside, 60000, Dtype::kFloat32, ReduceOp::kSum);
+    group.allReduce(inside, inside, 60000, Dtype::kFloat32, ReduceOp::kSum);
     expect(inside[0] == static_cast<float>(size) && inside[59999] == inside[0], "in the segment");
   }
   group.barrier();
@@ -69,7 +69,7 @@ void endAborted(ShmGroup& group) {
   std::vector<float> data(100000, 1.0f);
   try {
     for (;;) {
-      group.allReduce(data.data(), data.size(), Dtype::kFloat32, ReduceOp::kMax);
+      group.allReduce(data.data(), data.data(), data.size(), Dtype::kFloat32, ReduceOp::kMax);
     }
   } catch (const Error& error) {
     const bool ours = group.rank() == 0;

@@ -318,6 +318,19 @@ def test_what_goes_directly_is_the_bits_of_a_ring(
     assert sent_bytes[2] == pytest.approx(sent_bytes[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("hosts", [*DIRECTLY, "abbabc"])
+def test_so_is_what_goes_directly_into_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", "direct")
+    cases = [("avg", "float32", 1_000_003), ("sum", "float64", 300_001), ("max", "int32", 70_001)]
+    cases.append(("avg", "float16", 70_001))
+    with members(tmp_path, len(hosts), list(hosts)) as group:
+        usual, outcomes = group.run(reduce_all, cases), group.run(reduce_into, cases)
+    for wanted, found in zip(usual, outcomes, strict=True):
+        assert [result.tobytes() for result, _ in found] == [want.tobytes() for want in wanted]
+
+
 def reduce_two(member: Member, is_known: bool) -> list[int]:
     """What this rank has sent after each of two all-reduces."""
     first, second = (np.ones(1 << 20, np.float32) for _ in range(2))
