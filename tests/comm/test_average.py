@@ -32,7 +32,7 @@ def averaged_in_pieces(dtype: torch.dtype, sizes: tuple[int, ...], are_copied: b
     assert group is not None
     sources = [numbers(size, dtype, rank) for size in sizes]
     tensors = [torch.full_like(source, -1) for source in sources] if are_copied else sources
-    pending = PendingAverages(tensors, sources, group)
+    pending = PendingAverages(tensors, sources, backend_on_cpu(group))
     pieces = [piece.clone() for piece in pending.arrivals()]
     assert pending.is_done() and pending.wait() == tensors
     wanted = [torch.arange(size) % 64 + (world_size - 1) / 2 for size in sizes]
@@ -89,7 +89,7 @@ def one_has_another_size() -> None:
     group = dist.group.WORLD
     assert group is not None
     tensor = torch.ones(100 + dist.get_rank())
-    pending = PendingAverages([tensor], [tensor], group)
+    pending = PendingAverages([tensor], [tensor], backend_on_cpu(group))
     with pytest.raises(
         CommunicationError, match=r"exchange of the model's weights failed: .*all_reduce \(collective \d+\)"
     ):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from baguarun.comm import timeline
 from baguarun.comm.arrival import require_arrived
-from baguarun.comm.backend import backend_on_cpu
 from baguarun.comm.extension import load_extension
 from baguarun.comm.lanes import Lanes, most_parts
 from baguarun.comm.weights import pieces_of
@@ -102,16 +101,17 @@ class PendingAverages:
     """Tensors on the CPU on the way to the ranks' averages over baguanet; do not touch until `wait`."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup
+        self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], baguanet: Any
     ) -> None:
-        """Averages of `sources`, of the same sizes and types or the same, go into `tensors`."""
+        """Averages of `sources`, of the same sizes and types or the same, go into `tensors`. `baguanet`: a
+        group's backend."""
         self._tensors = list(tensors)
         self._flight = timeline.flight(
             "average of weights", "wire", sum(tensor.nbytes for tensor in self._tensors)
         )
-        start, backend = load_extension().Average, backend_on_cpu(group)
+        start = load_extension().Average
         self._averages = call(
-            lambda: [start(backend, *pair) for pair in zip(sources, self._tensors, strict=True)]
+            lambda: [start(baguanet, *pair) for pair in zip(sources, self._tensors, strict=True)]
         )
 
     def is_done(self) -> bool:

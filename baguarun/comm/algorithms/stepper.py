@@ -22,6 +22,7 @@ from baguarun.comm.algorithms.pending import (
     PendingReduction,
 )
 from baguarun.comm.backend import NAME as BAGUANET
+from baguarun.comm.backend import backend_on_cpu
 from baguarun.comm.lanes import Lanes
 from baguarun.comm.legacy import source_of
 from baguarun.comm.rail_exchanger import RailExchanger
@@ -68,6 +69,9 @@ class Stepper:
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
+        # Now: torch.compile traces what a forward starts, and cannot look into groups.
+        is_ours = dist.get_backend(context.group) == BAGUANET
+        self._baguanet = backend_on_cpu(context.group) if is_ours else None
         self.rails = None if context.rails is None else RailExchanger(context.rails)
         """Exchanges by rail; None: all go among all ranks."""
         self.steps = 0
@@ -149,13 +153,13 @@ class Stepper:
         world_size = self.context.world_size
         self.rounds += 1
         # The all-reduce of baguanet goes by rail of itself, and one node is everybody.
-        is_ours = dist.get_backend(self.context.group) == BAGUANET
-        if self.rails is not None and self.rails.num_nodes > 1 and not is_ours:
+        if self.rails is not None and self.rails.num_nodes > 1 and self._baguanet is None:
             self.bytes_sent += self.rails.bytes_per_average(tensors)
             return self.rails.average(tensors, sources)
         self.bytes_sent += 2 * sum(tensor.nbytes for tensor in tensors) * (world_size - 1) // world_size
-        if is_ours and all(tensor.is_contiguous() for tensor in (*tensors, *(sources or ()))):
-            return PendingAverages(tensors, tensors if sources is None else sources, self.context.group)
+        origins = tensors if sources is None else sources
+        if self._baguanet is not None and all(tensor.is_contiguous() for tensor in (*tensors, *origins)):
+            return PendingAverages(tensors, origins, self._baguanet)
         return PendingReduction(tensors, self.context.lanes, sources=sources)
 
     def exchange(
