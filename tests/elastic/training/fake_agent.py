@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from baguarun.contract import ControlDecoder, ControlMessage, Topic, WorkerEnv, World
+from tests.support.etcd_servers import free_port
 
 DEADLINE_S = 60.0
 START_METHOD = "forkserver"
@@ -80,8 +81,7 @@ class FakeAgent:
     def start(self, world_size: int) -> None:
         """Generation 1: all from the environment."""
         self.generation, self.members = 1, list(range(world_size))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         for local_rank in self.members:
             world = self._world(port, local_rank)
             self._spawn(local_rank, WorkerEnv.for_worker(world, local_rank)).generation = 1
