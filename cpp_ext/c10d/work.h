@@ -25,7 +25,7 @@ struct Label {
 // The exception for Python: c10::DistBackendError where the group is concerned, others as they are.
 std::exception_ptr translate(const std::exception_ptr& error, const Label& label, const std::string& group);
 
-// A collective of our own that was started, without torch's tensors and works. Keeps the group from nothing.
+// A collective of our own that was started, without torch's tensors and works. The group may end before it.
 // Threads: any.
 class Started {
  public:
