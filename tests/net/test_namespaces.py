@@ -51,9 +51,10 @@ def hosts() -> Iterator[None]:
 
 
 def cut() -> None:
-    """Packets from the left vanish without a word; its NIC stays up."""
-    for program in ("iptables", "ip6tables"):
-        subprocess.run([*on(RIGHT), program, "-A", "INPUT", "-i", "n1-nic0", "-j", "DROP"], check=True)
+    """Packets vanish without a word, in both directions: neither host hears that the other has given up."""
+    for host in (LEFT, RIGHT):
+        for program in ("iptables", "ip6tables"):
+            subprocess.run([*on(host), program, "-A", "INPUT", "-i", "n1-nic0", "-j", "DROP"], check=True)
 
 
 def on(host: str) -> tuple[str, ...]:
@@ -85,6 +86,7 @@ def test_a_receiver_that_waits_on_a_cut_network_gets_an_error_that_names_the_pee
             cut()
             error = receiver.end()
     assert error.startswith("error 6 NET/BaguaNet : 10.78.0.2:")
+    assert "has not answered on stream" in error
 
 
 @pytest.mark.usefixtures("hosts")
