@@ -46,7 +46,7 @@ def build(flags: Sequence[str] = (), folder: Path = ROOT / "build" / "nccl_plugi
     `flags` come after ours, in compiling and in linking. Raises PluginBuildError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [*os.environ.get("CXX", "g++").split(), *_COMPILE, *_WARNINGS, *flags, f"-I{ROOT / 'cpp_ext'}"]
+    command = [*os.environ.get("CXX", "c++").split(), *_COMPILE, *_WARNINGS, *flags, f"-I{ROOT / 'cpp_ext'}"]
 
     def compile_one(source: Path) -> Path:
         words = [*command, "-c", str(source)]

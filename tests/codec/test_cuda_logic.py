@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.codec import native, numbers, reference
+from tests.codec.alike import assert_same_chunk, assert_same_numbers
 from tests.codec.native import Codec
 from tests.codec.reference import DType, Format, Wire
-from tests.codec.test_reduce import assert_same_chunk, assert_same_numbers
 from tests.codec.test_residual import others_chunk
 
 SIZES = (1, 3, 70, 2047, 2048, 2048 + 6, 3 * 2048 + 1025)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.codec import native, reference
+from tests.codec.every_path import PATHS
 from tests.codec.native import Codec
 from tests.codec.reference import DType, Wire
 
@@ -64,6 +65,13 @@ def test_the_best_path_of_the_machine_is_chosen(library: Path) -> None:
     done = subprocess.run([sys.executable, "-c", lines], cwd=native.ROOT, capture_output=True, text=True)
     first, best = done.stdout.split()
     assert first == best
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_this_processor_has_the_path(library: Path, path: str) -> None:
+    """A skip says which of them the other tests have not seen."""
+    if not Codec(library).use_path(path):
+        pytest.skip(f"this processor has no {path}")
 
 
 def test_a_path_that_does_not_exist_is_not_taken(library: Path) -> None:

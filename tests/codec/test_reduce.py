@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.codec import numbers, reference
+from tests.codec.alike import assert_same_chunk, assert_same_numbers
 from tests.codec.native import Codec
-from tests.codec.reference import Bytes, DType, Numbers, Wire
+from tests.codec.reference import Bytes, DType, Wire
 
 FACTORS = (1.0, 0.25, 1 / 3, -2.0)
 
@@ -25,23 +26,6 @@ def chunks(draw: st.DrawFn, wire: Wire) -> tuple[list[Bytes], int]:
             x[rng.integers(numel)] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
         made.append(reference.encode(wire, DType.f32, x))
     return made, numel
-
-
-def assert_same_numbers(wire: Wire | DType, got: Numbers, want: Numbers) -> None:
-    """Bit for bit, but a NaN may be any NaN: the header leaves open which one a sum makes."""
-    dtype = DType[wire.name]
-    wide_got, wide_want = reference.widen(dtype, got), reference.widen(dtype, want)
-    nan = np.isnan(wide_want)
-    np.testing.assert_array_equal(np.isnan(wide_got), nan)
-    np.testing.assert_array_equal(wide_got[~nan].view(np.uint32), wide_want[~nan].view(np.uint32))
-
-
-def assert_same_chunk(wire: Wire, got: Bytes, want: Bytes) -> None:
-    if wire not in reference.PLAIN:
-        np.testing.assert_array_equal(got, want)
-    else:
-        word = reference.word_type(DType[wire.name])
-        assert_same_numbers(wire, got.view(word), want.view(word))
 
 
 @pytest.mark.parametrize("wire", Wire)

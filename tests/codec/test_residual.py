@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from baguarun.comm.extension import load_extension
 from baguarun.errors import UsageError
 from tests.codec import native, numbers, reference
+from tests.codec.alike import assert_same_chunk
 from tests.codec.native import Codec
 from tests.codec.reference import DType, Format, Wire, widen
-from tests.codec.test_reduce import assert_same_chunk
 
 BIASED = (Format(Wire.minmax4), Format(Wire.sign1), Format(Wire.topk), Format(Wire.bf16))
 

@@ -12,25 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from tests.net.native import CORE
+from tests.net import native
 from tests.net.shm_peer import (
     DTYPES,
     FAULTS,
     NET,
     OPS,
-    ROOT,
     Exchange,
     Failed,
     Ranks,
-    build,
     exchange_by_files,
     pointer,
 )
 
-SOURCES = tuple(
-    dict.fromkeys([file for file in sorted(NET.glob("*.cc")) if file.name != "shm_capi.cc"] + list(CORE))
-)
-DRIVER = ROOT / "tests" / "net" / "communicator_library.cc"
+SOURCES = tuple(file for file in sorted(NET.glob("*.cc")) if file.name != "shm_capi.cc")
+DRIVER = native.ROOT / "tests" / "net" / "communicator_library.cc"
 ANY = -1
 _P, _Z, _I, _U, _S, _D = (
     ctypes.c_void_p,
@@ -71,8 +67,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+@functools.cache
 def library_path() -> Path:
-    return build("libcommunicator", ("-O2", "-fPIC", "-shared"), [DRIVER, *SOURCES])
+    return native.library("libcommunicator", [DRIVER, *SOURCES])
 
 
 @functools.cache

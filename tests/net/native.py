@@ -1,11 +1,15 @@
-"""Builds what the transport's tests run: the plugin and C++ programs, once per state of their sources."""
+"""Builds what the transport's tests run: the plugin, libraries and C++ programs.
+
+Each object is compiled once per state of its sources, by whichever test needs it first, for all of them.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import hashlib
 import os
 import subprocess
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,30 +19,15 @@ from scripts import nccl_plugin
 ROOT = Path(__file__).parents[2]
 IN_CI = os.environ.get("CI") == "true"
 FOLDER = ROOT / "build" / "net_tests"
+# With -fPIC, so that programs and libraries are made of the same objects.
+FAST = ("-O3", "-fPIC")
 ADDRESS_SANITIZER = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREAD_SANITIZER = ("-O1", "-g1", "-fsanitize=thread")
 CORE, PLUGIN = nccl_plugin.CORE, nccl_plugin.FACE
 
 
-def compiler() -> list[str]:
-    return os.environ.get("CXX", "g++").split()
-
-
-def _digest(words: Sequence[str], source: Path) -> str:
-    digest = hashlib.sha256(repr([compiler(), list(words)]).encode())
-    for file in nccl_plugin.with_headers(source):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _make(target: Path, command: Sequence[str]) -> Path:
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
-        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        part.rename(target)
-    return target
+def compiler() -> tuple[str, ...]:
+    return tuple(os.environ.get("CXX", "c++").split())
 
 
 def plugin(flags: Sequence[str] = ()) -> Path:
@@ -48,19 +37,62 @@ def plugin(flags: Sequence[str] = ()) -> Path:
 
 def program(
     source: Path,
-    flags: Sequence[str] = ("-O2",),
+    flags: Sequence[str] = FAST,
+    *,
+    parts: Sequence[Path] = CORE,
+    source_flags: Sequence[str] = (),
     link_flags: Sequence[str] = (),
-    others: Sequence[Path] = (),
 ) -> Path:
-    """Path of the program made of `source`, the core and `others`. `link_flags` go to the last step only."""
-    words = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext", *flags]
+    """Path of the program made of `source` and `parts`. `source_flags` are for `source` alone, `link_flags`
+    for the last step."""
+    objects = (*_compile([source], (*flags, *source_flags)), *_compile(parts, flags))
+    return _link(source.stem, (*flags, *link_flags), objects)
 
-    def compile_one(file: Path) -> Path:
-        target = FOLDER / f"{file.stem}-{_digest(words, file)}.o"
-        return _make(target, [*compiler(), *words, "-c", str(file)])
 
+def library(name: str, sources: Sequence[Path]) -> Path:
+    """Path of the shared library made of `sources`."""
+    return _link(name, (*FAST, "-shared"), _compile(sources, FAST))
+
+
+def _words(flags: Sequence[str]) -> tuple[str, ...]:
+    fixed = ("-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", "-Icpp_ext")
+    return (*compiler(), *fixed, *flags)
+
+
+def _compile(sources: Sequence[Path], flags: Sequence[str]) -> tuple[Path, ...]:
+    """The objects of `sources`, in their order."""
+    words = _words(flags)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compile_one, [source, *CORE, *others]))
-    names = [*words, *link_flags, *map(str, objects)]
-    target = FOLDER / f"{source.stem}-{hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
-    return _make(target, [*compiler(), *words, *link_flags, *map(str, objects)])
+        return tuple(pool.map(lambda source: _object(source, words), sources))
+
+
+# Sources stay what they are while tests run, and there are hundreds of calls for each.
+@functools.cache
+def _object(source: Path, words: tuple[str, ...]) -> Path:
+    digest = hashlib.sha256(repr(words).encode())
+    for file in nccl_plugin.with_headers(source):
+        digest.update(file.name.encode() + file.read_bytes())
+    target = FOLDER / f"{source.stem}-{digest.hexdigest()[:16]}.o"
+    return _make(target, [*words, "-c", str(source)])
+
+
+@functools.cache
+def _link(name: str, flags: tuple[str, ...], objects: tuple[Path, ...]) -> Path:
+    words = [*_words(flags), *map(str, objects)]
+    target = FOLDER / f"{name}-{hashlib.sha256(repr(words).encode()).hexdigest()[:16]}"
+    return _make(target, words)
+
+
+def _make(target: Path, command: Sequence[str]) -> Path:
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        # Of several tests that need it at once, in processes of their own, one makes it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            part = target.with_suffix(".part")
+            done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            part.rename(target)
+    return target

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import functools
 import multiprocessing
-import os
-import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
-NET = ROOT / "cpp_ext" / "net"
+from tests.net import native
+
+NET = native.ROOT / "cpp_ext" / "net"
 SOURCES = tuple(
     NET / f"{name}.cc"
     for name in (
@@ -61,40 +58,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def _cached(name: str, words: Sequence[str], sources: Sequence[Path]) -> Path:
-    """What the command `words` makes of `sources`, once per state of them and of the headers."""
-    digest = hashlib.sha256(repr(words).encode())
-    for file in [*sources, *sorted(NET.glob("*.h"))]:
-        digest.update(file.name.encode() + file.read_bytes())
-    path = ROOT / "build" / "net_tests" / f"{name}-{digest.hexdigest()[:16]}"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
-        command = [*words, "-o", str(part), *map(str, sources)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        part.rename(path)
-    return path
-
-
-def build(target: str, flags: Sequence[str], sources: Sequence[Path]) -> Path:
-    """Path of what `sources` make, each compiled once per state of itself and of the headers."""
-    words = [*os.environ.get("CXX", "g++").split(), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    words += ["-Icpp_ext", *flags]
-
-    def compile_one(file: Path) -> Path:
-        only = [word for word in words if word != "-shared"]
-        return _cached(f"{file.stem}.o", [*only, "-c"], [file])
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compile_one, sources))
-    return _cached(target, words, objects)
-
-
+@functools.cache
 def library_path() -> Path:
-    return build("libshm", ("-O3", "-fPIC", "-shared"), [*SOURCES, NET / "shm_capi.cc"])
+    return native.library("libshm", [*SOURCES, NET / "shm_capi.cc"])
 
 
+@functools.cache
 def load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_path()))
     for name, (result, arguments) in _SIGNATURES.items():

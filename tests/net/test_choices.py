@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.net import native
 
-_OTHERS = [native.ROOT / "cpp_ext" / "net" / name for name in ("distance.cc", "host_map.cc")]
+_PARTS = [*native.CORE, *(native.ROOT / "cpp_ext" / "net" / name for name in ("distance.cc", "host_map.cc"))]
 
 HOST = """
 lo 127.0.0.1 8 up
@@ -35,7 +35,7 @@ eth1 [fe80::5]:0 64 up
 def probe(*words: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     ours = ("BAGUA_NET_", "NCCL_", "GLOO_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    program = native.program(Path(__file__).parent / "probe.cpp", others=_OTHERS)
+    program = native.program(Path(__file__).parent / "probe.cpp", parts=_PARTS)
     return subprocess.run(
         [str(program), *words], input=given, capture_output=True, text=True, env={**kept, **environment}
     )
@@ -135,7 +135,7 @@ def test_gloo_s_names_must_name_something(names: str) -> None:
 @pytest.mark.root
 def test_hosts_that_hide_their_boot_are_told_apart_by_their_names() -> None:
     hide = "mount --bind /dev/null /proc/sys/kernel/random/boot_id && hostname $1 && exec $2 host"
-    program = native.program(Path(__file__).parent / "probe.cpp", others=_OTHERS)
+    program = native.program(Path(__file__).parent / "probe.cpp", parts=_PARTS)
     found = [
         subprocess.run(
             ["unshare", "--mount", "--uts", "sh", "-ec", hide, "sh", name, str(program)],

@@ -29,7 +29,7 @@ def run(*words: str) -> None:
 
 
 def fuzz_standalone(runs: int, seed: int) -> None:
-    program = native.program(SOURCE, (*native.ADDRESS_SANITIZER, "-DSTANDALONE"))
+    program = native.program(SOURCE, native.ADDRESS_SANITIZER, source_flags=["-DSTANDALONE"])
     run(str(program), str(runs), str(seed))
 
 
@@ -74,8 +74,8 @@ def write_corpus(folder: Path) -> None:
 @pytest.mark.skipif(shutil.which("clang++") is None and not native.IN_CI, reason="needs clang++ (libFuzzer)")
 def test_the_coverage_guided_fuzzer_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "clang++")
-    sanitizers = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    program = native.program(SOURCE, (*sanitizers, "-fsanitize=fuzzer-no-link"), ("-fsanitize=fuzzer",))
+    flags = (*native.ADDRESS_SANITIZER, "-fsanitize=fuzzer-no-link")
+    program = native.program(SOURCE, flags, link_flags=["-fsanitize=fuzzer"])
     write_corpus(tmp_path / "corpus")
     run(str(program), "-max_total_time=40", "-timeout=20", "-verbosity=0", f"-artifact_prefix={tmp_path}/",
         str(tmp_path / "corpus"))  # fmt: skip

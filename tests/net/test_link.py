@@ -47,4 +47,4 @@ def test_a_message_of_more_than_two_gibibytes_arrives() -> None:
 
 def test_the_plugin_may_be_used_from_many_threads_at_once() -> None:
     source = SOURCE.with_name("plugin_threads.cpp")
-    run(native.program(source, native.THREAD_SANITIZER, others=native.PLUGIN))
+    run(native.program(source, native.THREAD_SANITIZER, parts=(*native.CORE, *native.PLUGIN)))

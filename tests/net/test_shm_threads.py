@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.net.shm_peer import ROOT, SOURCES, build
+from tests.net import native
+from tests.net.shm_peer import SOURCES
 
-ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREAD = ("-O1", "-g1", "-fsanitize=thread")
+HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address", "thread"])
+@pytest.mark.parametrize(
+    "flags", [native.ADDRESS_SANITIZER, native.THREAD_SANITIZER], ids=["address", "thread"]
+)
 def test_the_sanitizers_find_nothing(flags: tuple[str, ...]) -> None:
-    program = build("shm_threads", flags, [ROOT / "tests" / "net" / "shm_threads.cc", *SOURCES])
+    program = native.program(HERE / "shm_threads.cc", flags, parts=SOURCES)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("scenario", ["slow", "refused", "mark"])
 def test_the_scenario_holds(scenario: str) -> None:
-    program = build("shm_scenarios", ("-O2",), [ROOT / "tests" / "net" / "shm_scenarios.cc", *SOURCES])
+    program = native.program(HERE / "shm_scenarios.cc", parts=SOURCES)
     done = subprocess.run([str(program), scenario], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
