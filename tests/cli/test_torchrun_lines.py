@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from baguarun.launcher.addresses import free_port
 from tests.support.command_line import BAGUARUN, environment
+from tests.support.etcd_servers import free_port
 
 REPORT = """\
 import json, os, pathlib, sys
@@ -96,7 +96,7 @@ def test_each_way_to_name_the_program_runs_it(folder: Path, words: tuple[str, ..
 
 
 def test_a_static_line_on_two_nodes_shares_out_the_ranks(folder: Path) -> None:
-    port = str(free_port("127.0.0.1"))
+    port = str(free_port())
     words = ("--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", "--master_port", port)
     end(*(start(folder, *words, "--node_rank", str(rank), "trainer.py") for rank in (0, 1)))
     found = places(folder)
@@ -108,7 +108,7 @@ def test_a_static_line_on_two_nodes_shares_out_the_ranks(folder: Path) -> None:
 
 
 def test_a_c10d_line_on_two_agents_needs_no_etcd_of_ones_own(folder: Path) -> None:
-    endpoint = f"localhost:{free_port('127.0.0.1')}"
+    endpoint = f"localhost:{free_port()}"
     words = ("--nnodes=2", "--rdzv_id=7", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}")
     end(*(start(folder, *words, "--node-name", name, "trainer.py") for name in ("n1", "n2")))
     first, second = places(folder)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.comm.ranks import run_ranks
 
-BEAT_TIMEOUT_S = 0.4
+BEAT_TIMEOUT_S = 0.8
 
 
 def give_and_never_wait(folder: str, asynchronous: bool, period_s: float) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from tests.comm.models import assert_averaged, assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
 from tests.comm.ranks import run_ranks
+from tests.support.etcd_servers import free_port
 
 
 def runs_the_documented_program() -> None:
@@ -65,8 +65,8 @@ def runs_bytegrad_and_no_sync() -> None:
     assert unflat.stats().steps == 1
 
 
-def test_the_documented_program_runs(free_port: int) -> None:
-    run_ranks(with_port, 2, free_port)
+def test_the_documented_program_runs() -> None:
+    run_ranks(with_port, 2, free_port())
 
 
 def with_port(port: int) -> None:
@@ -76,11 +76,3 @@ def with_port(port: int) -> None:
 
 def test_with_bagua_takes_bytegrad_and_accumulates() -> None:
     run_ranks(runs_bytegrad_and_no_sync, 2)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -159,14 +159,13 @@ def test_a_limited_nic_carries_large_frames_whole() -> None:
 
 def test_two_senders_share_one_receivers_nic() -> None:
     with Lab(hosts=3, rate_mbit=100) as lab:
-        before = lab.hosts[0].counters()
+        before, started = lab.hosts[0].counters(), time.monotonic()
         sources: list[tuple[subprocess.Popen[str], subprocess.Popen[str]]] = []
         for sender in lab.hosts[1:]:
             script = _SINK.replace("5000", str(6000 + len(sources)))
             sink = _listen(lab.hosts[0], script)
             source = _SOURCE.replace("5000", str(6000 + len(sources)))
-            sources.append((sink, sender.popen(_python(source, lab.hosts[0].address, str(6 << 20)))))
-        started = time.monotonic()
+            sources.append((sink, sender.popen(_python(source, lab.hosts[0].address, str(24 << 20)))))
         for sink, _ in sources:
             sink.wait(60)
         elapsed_s = time.monotonic() - started

@@ -15,10 +15,9 @@ import pytest
 
 from baguarun.contract import World
 from baguarun.errors import UsageError
-from baguarun.launcher.addresses import free_port
 from baguarun.launcher.agent import describe
 from tests.support.command_line import BAGUARUN, environment
-from tests.support.etcd_servers import EtcdServer, wheel_binary
+from tests.support.etcd_servers import EtcdServer, free_port, wheel_binary
 from tests.support.etcd_servers import running as running_etcd
 
 BOUND_S = 120.0

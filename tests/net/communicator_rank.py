@@ -37,7 +37,7 @@ def main() -> None:
             if task == "cycle":
                 time.sleep(0.05)
             if task == "rest" and left < 2:
-                time.sleep(1.5)
+                time.sleep(4)
     except Failed as failed:
         print(failed.fault, failed.message, flush=True)
         return

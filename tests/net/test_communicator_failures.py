@@ -96,7 +96,7 @@ def test_who_only_drives_or_waits_for_a_message_learns_of_a_death_too(tmp_path: 
 @pytest.mark.parametrize("hosts", ["aaa", "abc", "abb", "aabb"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_frozen_rank_is_a_timeout_that_names_it(tmp_path: Path, hosts: str, victim: int) -> None:
-    with members(tmp_path, len(hosts), list(hosts), deadline_s=0.8) as group:
+    with members(tmp_path, len(hosts), list(hosts), deadline_s=1.2) as group:
         for rank in range(len(hosts)):
             group.start(rank, reduce_for_ever, 100_000)
         time.sleep(0.1)
@@ -112,11 +112,12 @@ def test_a_frozen_rank_is_a_timeout_that_names_it(tmp_path: Path, hosts: str, vi
 def test_a_rank_without_signs_of_life_is_found_before_any_deadline_though_nobody_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, victim: int
 ) -> None:
-    monkeypatch.setenv("BAGUA_NET_BEAT_TIMEOUT_S", "0.4")
+    monkeypatch.setenv("BAGUA_NET_BEAT_TIMEOUT_S", "1.5")
     with members(tmp_path, len(hosts), list(hosts), deadline_s=60) as group:
         for rank in range(len(hosts)):
             group.start(rank, drive_for_ever)
-        time.sleep(0.1)
+        # Who has never given a sign of life is not missed.
+        time.sleep(1.0)
         os.kill(group.processes[victim].pid, signal.SIGSTOP)
         for rank in range(len(hosts)):
             if rank != victim:
@@ -128,10 +129,10 @@ def test_a_rank_without_signs_of_life_is_found_before_any_deadline_though_nobody
 def test_ranks_that_only_give_signs_of_life_stay_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BAGUA_NET_BEAT_TIMEOUT_S", "0.2")
+    monkeypatch.setenv("BAGUA_NET_BEAT_TIMEOUT_S", "0.6")
     with members(tmp_path, 3, list("abc")) as group:
         for rank in range(3):
-            group.start(rank, idle_then_reduce, 1.0)
+            group.start(rank, idle_then_reduce, 3.0)
         assert [group.result(rank) for rank in range(3)] == [3.0, 3.0, 3.0]
 
 
@@ -156,7 +157,7 @@ def test_who_dies_before_its_first_link_is_made_is_said_to_have_died(tmp_path: P
         os.kill(group.processes[2].pid, signal.SIGSTOP)
         # The kernel of a stopped process takes connections, which wait for it.
         group.start(first, send_for_ever, 2)
-        time.sleep(0.2)
+        time.sleep(1.0)
         group.processes[2].kill()
         fault, message, _ = group.result(first)
         assert fault == "remote" and named(2, message) and "died" in message, message

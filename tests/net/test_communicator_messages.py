@@ -184,7 +184,7 @@ def leave_when_sent(member: Member, count: int) -> bool:
         return was_under_way
     if member.rank == 1:
         member.wait(member.recv(np.zeros(10, np.uint8), 0, 9))
-        drive(member, 0.8)
+        drive(member, 2.0)
         message = member.recv(np.zeros(count, np.uint8), 0, 3)
         member.wait(message)
         assert np.array_equal(message.data, letter(0, 3, count))
@@ -266,11 +266,11 @@ def end_of_a_message_and_return_of_its_sender(member: Member, num_messages: int)
     if member.rank == 0:
         sent = [member.send(data, 1, tag) for tag, data in enumerate(messages)]
         drive(member, 0.2)
-        time.sleep(1.0)
+        time.sleep(3.0)
         returned_at = time.monotonic()
         member.wait(*sent)
         return returned_at
-    drive(member, 0.5)
+    drive(member, 1.5)
     received = [member.recv(np.zeros_like(data), 0, tag) for tag, data in enumerate(messages)]
     member.wait(received[0])
     ended_at = time.monotonic()

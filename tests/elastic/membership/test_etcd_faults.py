@@ -95,13 +95,16 @@ async def test_a_frozen_server_loses_nothing_when_it_thaws(etcd: EtcdServer) -> 
 
 @in_loop
 async def test_calls_to_a_frozen_server_end_and_heal(etcd: EtcdServer) -> None:
-    async with opened(etcd.url, timeout_s=1) as store:
+    async with opened(etcd.url) as store:
         await store.put("/k/a", b"1")
         lease = await store.grant_lease(60)
+        patient_s = store._channel.timeout_s
         etcd.freeze()
+        store._channel.timeout_s = store._channel.attempt_s = 1.0
         for call in (store.get("/k/a"), store.transact([], [Put("/k/b", b"")]), store.keep_alive(lease)):
             with pytest.raises(StoreLostError, match=f"store etcd://{etcd.endpoint}: .*no answer"):
                 await call
+        store._channel.timeout_s = store._channel.attempt_s = patient_s
         etcd.thaw()
         assert await store.keep_alive(lease) == 60.0
         entry = await store.get("/k/a")
@@ -139,7 +142,7 @@ async def test_a_transaction_that_never_left_is_repeated_until_the_server_is_bac
     async with opened(etcd.url) as store:
         await store.put("/k/a", b"")
         etcd.kill()
-        await asyncio.sleep(0.3)  # the connection's end is seen
+        await asyncio.sleep(1.5)  # the connection's end is seen
         transaction = asyncio.ensure_future(store.transact([], [Put("/k/c", b"")]))
         await asyncio.sleep(0.3)
         etcd.start()

@@ -196,7 +196,8 @@ def test_a_job_of_one_node_is_left_at_a_commit_and_gone_on_with_there(
 
 def test_a_job_is_stopped_at_a_commit_and_gone_on_with_there(job: Callable[..., Job]) -> None:
     two = job("2")
-    two.start("a", "b")
+    # Long enough for a command that has to start first.
+    two.start("a", "b", step_s=0.5)
     two.until(lambda: len(two.steps()) >= 3)
     two.stop()
     assert two.wait() == {128 + signal.SIGTERM}
