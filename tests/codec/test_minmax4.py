@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from tests.codec import numbers, reference
 from tests.codec.native import Codec
-from tests.codec.reference import DType, Floats, Wire, blocks_of
+from tests.codec.reference import BLOCK_ELEMS, DType, Floats, Wire, blocks_of
 
 MINMAX4 = Wire.minmax4
 
@@ -39,10 +39,25 @@ def test_zero_stays_exactly_zero_whatever_surrounds_it(codec: Codec, x: Floats) 
     assert np.all(decoded(codec, x)[x == 0].view(np.uint32) == 0)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.7, 1e-40, 8e37])
-@pytest.mark.parametrize("numel", [1, 5, 64, 2049])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.7, 1e-40, -1e-45, 8e37])
+@pytest.mark.parametrize("numel", [1, 5, 64, 2048, 2049])
 def test_a_constant_block_is_exact(codec: Codec, value: float, numel: int) -> None:
     np.testing.assert_array_equal(decoded(codec, np.full(numel, value, np.float32)), np.float32(value))
+
+
+def test_ties_go_to_the_even_point_of_the_grid(codec: Codec) -> None:
+    halves = np.arange(-7, 7, dtype=np.float32) + np.float32(0.5)
+    x = np.concatenate([np.array([-7, 8], np.float32), halves])
+    np.testing.assert_array_equal(decoded(codec, x)[2:], np.rint(halves))
+
+
+def test_an_outlier_harms_its_own_block_only(codec: Codec) -> None:
+    x = np.random.default_rng(0).standard_normal(3 * BLOCK_ELEMS).astype(np.float32)
+    alone = decoded(codec, x)
+    x[BLOCK_ELEMS + 5] = 1e9
+    got = decoded(codec, x)
+    np.testing.assert_array_equal(got[:BLOCK_ELEMS], alone[:BLOCK_ELEMS])
+    np.testing.assert_array_equal(got[2 * BLOCK_ELEMS :], alone[2 * BLOCK_ELEMS :])
 
 
 def test_two_numbers_take_a_byte(codec: Codec) -> None:
