@@ -69,6 +69,7 @@ _BY_RAIL = (
     "bytegrad+flat@gloo",
     "qadam+flat",
     "sparse+flat",
+    "power_sgd+flat",
     "decentralized@gloo",
     "decentralized+flat@gloo",
     "decentralized_shift_one+flat",

@@ -4,7 +4,8 @@ Bytes are what leaves one host per step. Ring, rails and direct messages between
 all, with S bytes of gradients or weights: an all-reduce around a ring of ranks sends 2(R-1)/R S over the one
 edge that leaves a host; one by rail 2(N-1)/N S; direct messages among all ranks 2g(R-g)/R S. PowerSGD's S is
 4r(m+k) bytes of each m x k matrix that it compresses, and all of the rest; torch's reduces these three apart,
-ours sends them from each rank to all others, g(R-g) S, as it does where a bucket's are few.
+ours sends them from each rank to all others, g(R-g) S, or by rail from each host to all others, (N-1) S, as
+it does where a bucket's are few.
 On a ring 2(R-1) messages follow each other. On `baguanet` two may be enough, as it can send directly to who
 sums up and from there to all; that is the least, wherever it takes a ring since that fills the wire better.
 One of few bytes goes by doubling there: hosts exchange all they have with log2(N) others, S log2(N).
@@ -207,10 +208,11 @@ def cost_of(case: str, cluster: Cluster, gradients: Gradients, rounds_per_step: 
         return _all_reduce(cluster, sent_bytes, by_rail=not is_ring or level == "rail", is_ring=is_ring)
     if base in _LEAST_GAINS:
         parts = gradients.low_rank_bytes(_RANK, _LEAST_GAINS[base])
-        # Ours has messages of its own, from each rank to all others; torch's are all-reduces.
+        # Ours has messages of its own; torch's are all-reduces.
         if base == "power_sgd":
-            outside = cluster.ranks - cluster.per_host
-            return Cost(host_bytes=cluster.per_host * outside * sum(parts), messages=2)
+            outside = cluster.per_host * (cluster.ranks - cluster.per_host)
+            receivers = outside if level == "flat" else cluster.hosts - 1
+            return Cost(host_bytes=receivers * sum(parts), messages=2)
         reduced = [_all_reduce(cluster, size, by_rail=not is_ring, is_ring=is_ring) for size in parts]
         # One factor follows the other.
         return Cost(

@@ -165,11 +165,12 @@ void Engine::adoptUnstored() {
   }
 }
 
-// No rank has used the parameter, but some of what it owed has been sent, and nobody applies it. Not by rail,
-// where this rank owes for a part of it only; momentum, all of which travels each time, owes no numbers.
+// No rank has used the parameter, but some of what it owed has been sent, and nobody applies it. Not where by
+// rail this rank owes for a part of it only; momentum, all of which travels each time, owes no numbers.
 void Engine::oweAgain(const Parameter& parameter) {
   const at::Tensor& residual = parameter.residual.defined() ? parameter.residual : parameter.lowRank.residual;
-  if (!residual.defined() || parameter.operation.rails || buckets_[parameter.bucket].momentum) {
+  const bool owesPart = parameter.residual.defined() && parameter.operation.rails;
+  if (!residual.defined() || owesPart || buckets_[parameter.bucket].momentum) {
     return;
   }
   const at::NoGradGuard noGrad;

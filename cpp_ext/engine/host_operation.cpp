@@ -9,7 +9,6 @@
 #include "engine/low_rank_exchange.h"
 #include "engine/rail_exchange.h"
 #include "engine/ranges.h"
-#include "engine/swap_exchange.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -152,18 +151,20 @@ bool isWhole(const Group& group, const Bucket& bucket) {
   return isBaguanet(group) && isPlain(bucket.operation.wire, dtype) && (dtype == at::kFloat || bucket.shared);
 }
 
-// The average of an fp32 buffer of its own.
-std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor& buffer, size_t index) {
-  if (SwapExchange::suits(buffer, static_cast<size_t>(group->getSize()))) {
-    return std::make_unique<SwapExchange>(group, buffer, index);
-  }
+// The average of an fp32 buffer of its own, by rail if there are some.
+std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor& buffer, size_t index,
+                                           const std::shared_ptr<const Rails>& rails) {
   Bucket vectors;
   vectors.index = index;
   vectors.flat = buffer;
   vectors.bytes = buffer.nbytes();
   vectors.operation.kind = OperationKind::kScatterReduceGather;
+  vectors.operation.rails = rails;
   // Scratch of its own: whoever has the first exchange's needs the second's to get on.
-  return makeExchange(group, vectors, everybody(group), Buffers());
+  if (rails) {
+    return std::make_unique<RailExchange>(group, vectors, Buffers());
+  }
+  return makeAverage(group, vectors, everybody(group), Buffers());
 }
 
 std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& bucket, const Buffers& buffers,
@@ -181,9 +182,10 @@ std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& buc
   whole.operation.kind = OperationKind::kScatterReduceGather;
   whole.operation.wire = plainWire(codecType(bucket.flat.scalar_type()));
   LowRankExchange::Exchanges exchanges{makeHostOperation(group, whole, buffers, queued),
-                                       makeVectors(group, first, bucket.index), nullptr};
+                                       makeVectors(group, first, bucket.index, bucket.operation.rails),
+                                       nullptr};
   if (second.numel() > 0) {
-    exchanges.second = makeVectors(group, second, kSecond + bucket.index);
+    exchanges.second = makeVectors(group, second, kSecond + bucket.index, bucket.operation.rails);
   }
   return std::make_unique<LowRankExchange>(bucket.flat, bucket.lowRank, first, second, std::move(exchanges));
 }

@@ -19,6 +19,7 @@
 #include "engine/rails.h"
 #include "engine/ranges.h"
 #include "engine/ring_exchange.h"
+#include "engine/swap_exchange.h"
 #include "engine/transfers.h"
 
 namespace baguarun::engine {
@@ -30,6 +31,15 @@ inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Buc
     return std::make_unique<RingExchange>(group, bucket, ranks, buffers.exchanged);
   }
   return std::make_unique<PeerExchange>(group, bucket, ranks, buffers);
+}
+
+// As makeExchange, of fp32 numbers as they are: few of them in one message per pair.
+inline std::unique_ptr<HostOperation> makeAverage(const Group& group, const Bucket& bucket,
+                                                  const std::vector<int>& ranks, const Buffers& buffers) {
+  if (SwapExchange::suits(bucket.flat, ranks.size())) {
+    return std::make_unique<SwapExchange>(group, bucket.flat, ranks, bucket.index);
+  }
+  return makeExchange(group, bucket, ranks, buffers);
 }
 
 // Every rank gives each owner of its node that owner's shard, as it is; the owner sums in fp32, exchanges the
@@ -158,7 +168,9 @@ class RailExchange final : public HostOperation {
     if (bucket.residual.defined()) {
       between.residual = bucket.residual.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
     }
-    between_ = makeExchange(group_, between, rails_->rail, buffers_);
+    const bool isPlainAverage = bucket.operation.wire == codec::Wire::f32 && bucket.operation.average;
+    between_ = isPlainAverage ? makeAverage(group_, between, rails_->rail, buffers_)
+                              : makeExchange(group_, between, rails_->rail, buffers_);
     if (narrows()) {
       sum_.set_();
     }

@@ -1,4 +1,4 @@
-// Exchange of few numbers in one message per pair. Included by host_operation.cpp only.
+// Exchange of few numbers in one message per pair. Included by rail_exchange.h only.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,13 +25,16 @@ class SwapExchange final : public HostOperation {
     return (numRanks - 1) * numbers.nbytes() <= kMostSentBytes;
   }
 
-  // `numbers` are fp32; they become the average over the group.
-  SwapExchange(const Group& group, const at::Tensor& numbers, size_t bucket)
+  // `numbers` are fp32; they become the average over `ranks` of the group, of which this is one.
+  SwapExchange(const Group& group, const at::Tensor& numbers, const std::vector<int>& ranks, size_t bucket)
       : group_(group),
-        rank_(static_cast<size_t>(group->getRank())),
-        size_(static_cast<size_t>(group->getSize())),
+        ranks_(ranks),
+        rank_(placeOf(group->getRank(), ranks)),
+        size_(ranks.size()),
         bucket_(bucket),
         numbers_(numbers) {
+    sends_.nameRanks(ranks);
+    receives_.nameRanks(ranks);
     for (size_t rank = 0; rank < size_; ++rank) {
       contributions_.push_back(at::empty_like(numbers));
       sources_.push_back(contributions_.back().data_ptr());
@@ -46,8 +49,7 @@ class SwapExchange final : public HostOperation {
     for (size_t step = 1; step < size_; ++step) {
       const size_t peer = (rank_ + size_ - step) % size_;
       std::vector<at::Tensor> into{contributions_[peer]};
-      receives_.start("receiving from", peer,
-                      [&] { return group_->recv(into, static_cast<int>(peer), tag); });
+      receives_.start("receiving from", peer, [&] { return group_->recv(into, ranks_[peer], tag); });
     }
     // The average is written where the numbers are, maybe before all of them are sent.
     contributions_[rank_].copy_(numbers_);
@@ -55,8 +57,7 @@ class SwapExchange final : public HostOperation {
       const size_t peer = (rank_ + step) % size_;
       std::vector<at::Tensor> mine{contributions_[rank_]};
       markPosted();
-      sends_.start("sending to", peer,
-                   [&] { return sendMessage(group_, mine, static_cast<int>(peer), tag); });
+      sends_.start("sending to", peer, [&] { return sendMessage(group_, mine, ranks_[peer], tag); });
     }
   }
 
@@ -79,11 +80,13 @@ class SwapExchange final : public HostOperation {
 
  private:
   const Group group_;
+  const std::vector<int> ranks_;
+  // Among them.
   const size_t rank_;
   const size_t size_;
   const size_t bucket_;
   const at::Tensor numbers_;
-  // By rank, this one's own included.
+  // By place among the ranks, this one's own included.
   std::vector<at::Tensor> contributions_;
   std::vector<const void*> sources_;
   Transfers sends_;

@@ -21,7 +21,7 @@ RANKS_PER_HOST = 2
 SCRIPT = """
 import json, sys, torch, torch.distributed as dist
 import baguarun
-from baguarun.comm.algorithms import ByteGrad, GradientAllReduce
+from baguarun.comm.algorithms import ByteGrad, GradientAllReduce, PowerSGD
 
 baguarun.init_process_group(sys.argv[1])
 STEPS, SIZE = 8, 1024
@@ -49,6 +49,8 @@ found = {
     "bytegrad, auto": bytes_per_step(ByteGrad()),
     "allreduce, flat": bytes_per_step(GradientAllReduce()),
     "allreduce, by rail": bytes_per_step(GradientAllReduce(hierarchical=True)),
+    "power_sgd, flat": bytes_per_step(PowerSGD(rank=4, start_step=0, hierarchical=False)),
+    "power_sgd, auto": bytes_per_step(PowerSGD(rank=4, start_step=0)),
 }
 if dist.get_rank() % 2 == 0:
     print(json.dumps(found))
@@ -89,6 +91,10 @@ def test_by_rail_a_nic_sends_half_of_what_it_sends_when_all_exchange_with_all(ba
         assert found["bytegrad, flat"] == pytest.approx(2 * size, rel=0.05), found
         assert found["bytegrad, auto"] == pytest.approx(found["bytegrad, by rail"], rel=0.02), found
         assert found["allreduce, by rail"] == pytest.approx(4 * size, rel=0.05), found
+        # P and Q, of 4 x 1024 numbers each: two ranks send all of it to two others, or half of it to one.
+        vectors = 2 * 4 * 1024 * 4
+        assert found["power_sgd, flat"] == pytest.approx(4 * vectors, rel=0.05), found
+        assert found["power_sgd, auto"] == pytest.approx(vectors, rel=0.1), found
         if backend == "baguanet":
             # Whose all-reduce sums up inside the host in any case.
             assert found["allreduce, flat"] == pytest.approx(4 * size, rel=0.05), found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from baguarun.comm.algorithms import Algorithm, PowerSGD, Sparse
 from baguarun.comm.ddp import DistributedDataParallel
 from baguarun.errors import CommunicationError, UsageError
 from tests.comm.models import assert_averaged, gathered_gradients, loss
+from tests.comm.nodes import live_on_nodes
 from tests.comm.ranks import run_ranks, run_ranks_to_the_end
 
 
@@ -227,8 +230,9 @@ class TwoHeads(nn.Module):
         return torch.stack([(head * given).sum() for head, given in used if given is not None]).sum()
 
 
-def skip_a_head_that_owes(algorithm: Algorithm) -> tuple[float, float]:
+def skip_a_head_that_owes(sizes: Sequence[int], algorithm: Algorithm) -> tuple[float, float]:
     """What has come of the first head's gradient in the end, and how far off that is at most."""
+    live_on_nodes(sizes)
     model = DistributedDataParallel(
         TwoHeads(), algorithm=algorithm, find_unused_parameters=True, bucket_cap_mb=0.001
     )
@@ -248,7 +252,15 @@ def skip_a_head_that_owes(algorithm: Algorithm) -> tuple[float, float]:
     return (total - mean).abs().max().item(), mean.abs().max().item()
 
 
-@pytest.mark.parametrize("algorithm", [Sparse(warmup_steps=0, density=0.05), PowerSGD(start_step=0)], ids=str)
-def test_what_a_part_owes_is_kept_while_nobody_uses_it(algorithm: Algorithm) -> None:
-    for off, scale in run_ranks(skip_a_head_that_owes, 2, algorithm):
+@pytest.mark.parametrize(
+    ("sizes", "algorithm"),
+    [
+        ((2,), Sparse(warmup_steps=0, density=0.05)),
+        ((2,), PowerSGD(start_step=0)),
+        ((2, 1), PowerSGD(start_step=0, hierarchical=True)),
+    ],
+    ids=str,
+)
+def test_what_a_part_owes_is_kept_while_nobody_uses_it(sizes: Sequence[int], algorithm: Algorithm) -> None:
+    for off, scale in run_ranks(skip_a_head_that_owes, sum(sizes), sizes, algorithm):
         assert off < 0.01 * scale

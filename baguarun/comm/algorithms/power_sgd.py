@@ -18,6 +18,7 @@ from baguarun.comm.algorithms.base import (
 )
 from baguarun.comm.algorithms.stepper import require_range
 from baguarun.comm.legacy import share, source_of
+from baguarun.comm.rails import Hierarchical, require_hierarchical
 from baguarun.errors import UsageError
 
 
@@ -41,8 +42,12 @@ class PowerSGD(Algorithm):
     start_step: int = 1000
     """Steps at the start in which gradients are averaged in full, as they turn fastest then. Torch's default.
     """
+    hierarchical: Hierarchical = "auto"
+    """Sum up P and Q, and gradients in full, inside the node before they leave it. "auto": where several
+    nodes have several workers."""
 
     def __post_init__(self) -> None:
+        require_hierarchical(self.name, self.hierarchical)
         require_range(self.name, "rank", self.rank, 1)
         require_range(self.name, "start_step", self.start_step, 0, 2**31)
 
@@ -50,6 +55,9 @@ class PowerSGD(Algorithm):
         if dtype not in WIRE_OF_DTYPE:
             return full_precision(dtype, device, average=True)
         return Operation(kind=OperationKind.POWER_SGD, matrix_rank=self.rank)
+
+    def hierarchy(self) -> Hierarchical:
+        return self.hierarchical
 
     def make_memory(self, engine: Any) -> LowRankMemory:
         return LowRankMemory(engine, self)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.comm.algorithms.simulation import (
     weights_of,
 )
 from tests.comm.models import assert_averaged, assert_same_on_all_ranks, batch, gathered_gradients, loss, mlp
+from tests.comm.nodes import live_on_nodes
 
 STEPS = 6
 SMALL_BUCKETS_MB = 0.0004
@@ -118,6 +120,21 @@ def test_every_step_is_that_of_the_written_out_algorithm(
             assert (each[index] - expected).abs().max() < 1e-4 * moved
 
 
+def train_by_rail(sizes: Sequence[int], settings: PowerSGD) -> torch.Tensor:
+    live_on_nodes(sizes)
+    return train(settings, 1)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "baguanet"])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2)], ids=str)
+def test_by_rail_a_step_is_that_of_the_written_out_algorithm(sizes: Sequence[int], backend: str) -> None:
+    settings = PowerSGD(rank=2, start_step=2, hierarchical=True)
+    expected = simulated(sum(sizes), settings, 1)
+    moved = (expected - weights_of(Net())).abs().max()
+    for each in run_for_tensors(train_by_rail, sum(sizes), sizes, settings, backend=backend):
+        assert (each - expected).abs().max() < 1e-4 * moved
+
+
 def average_of_low_rank() -> None:
     """One row per rank gives gradients of rank one, whose average has the rank of the World."""
     world_size = dist.get_world_size()
@@ -179,8 +196,9 @@ def test_16_bit_gradients_and_channels_last_train(dtype: torch.dtype) -> None:
         assert after < 0.3 * before
 
 
-def overflow_on_one_rank() -> list[list[bool]]:
+def overflow_on_one_rank(sizes: Sequence[int]) -> list[list[bool]]:
     """Which gradients are finite in each step; rank 1's of the second layer overflow in step 1."""
+    live_on_nodes(sizes)
     model = mlp(width=24)
     wrapped = DistributedDataParallel(model, algorithm=PowerSGD(start_step=0))
     found = []
@@ -199,8 +217,11 @@ def overflow_on_one_rank() -> list[list[bool]]:
     return found
 
 
-def test_an_overflow_reaches_the_gradients_of_all_ranks_and_leaves_with_its_step() -> None:
-    for found in run_for_tensors(overflow_on_one_rank, 3):
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=str)
+def test_an_overflow_reaches_the_gradients_of_all_ranks_and_leaves_with_its_step(
+    sizes: Sequence[int],
+) -> None:
+    for found in run_for_tensors(overflow_on_one_rank, sum(sizes), sizes):
         assert found == [[True, True, True], [True, False, True], [True, True, True]]
 
 
@@ -250,8 +271,9 @@ def test_the_state_of_another_rank_is_refused() -> None:
         assert "want the state of the same model with the same rank" in message
 
 
-def average_of_many_numbers() -> None:
-    """More than go to everybody at once: vectors of 128 kB."""
+def average_of_many_numbers(sizes: Sequence[int]) -> None:
+    """More than go to everybody at once: vectors of 128 kB, and more."""
+    live_on_nodes(sizes)
     world_size = dist.get_world_size()
     model = nn.Linear(16000, 24)
     wrapped = DistributedDataParallel(model, algorithm=PowerSGD(rank=world_size, start_step=0))
@@ -264,8 +286,9 @@ def average_of_many_numbers() -> None:
     assert_same_on_all_ranks([model.weight.grad])
 
 
-def test_an_average_of_low_rank_of_large_matrices_comes_out_exactly() -> None:
-    run_for_tensors(average_of_many_numbers, 2)
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (3, 2)], ids=str)
+def test_an_average_of_low_rank_of_large_matrices_comes_out_exactly(sizes: Sequence[int]) -> None:
+    run_for_tensors(average_of_many_numbers, sum(sizes), sizes)
 
 
 def count_bytes(rank: int) -> list[int]:
@@ -291,7 +314,11 @@ def test_two_vectors_per_pair_are_sent_in_place_of_the_matrix() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"rank": 0}, "rank=0; want 1 <= rank"), ({"start_step": -1}, "want 0 <= start_step")],
+    [
+        ({"rank": 0}, "rank=0; want 1 <= rank"),
+        ({"start_step": -1}, "want 0 <= start_step"),
+        ({"hierarchical": "yes"}, "hierarchical='yes'; want True, False or 'auto'"),
+    ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
