@@ -194,7 +194,7 @@ def _speed(
 ) -> list[Row]:
     ddp, alone = found["ddp"], found["alone"].alone
     figures = {"peer": _figures(ddp), "ours": _figures(ours)}
-    base, _, _ = ours.case.partition("@")
+    base = ours.case.partition("@")[0].partition("+")[0]
     rows = []
     wanted = _SPEEDUPS.get(ours.case)
     if wanted and (cluster.hosts, cluster.rate_mbit, cluster.delay_ms) == (cluster.ranks, 100.0, 0.0):

@@ -20,6 +20,7 @@ _TABLE = re.compile(r"(<!-- (\S+\.json): ([^\n]+) -->\n).*?(<!-- end -->)", re.D
 _COLUMNS = {
     "speed": "DDP's time / ours",
     "stock": "the best stock one's / ours",
+    "stock on baguanet": "the best stock one's on `baguanet` / ours",
     "alone": "speed of training alone",
     "efficiency": "efficiency",
     "growth": "growth by latency",
@@ -33,7 +34,7 @@ _OF_ROWS = (
     ("growth", re.compile(r"growth of (?P<case>\S+) by latency")),
     ("waiting", re.compile(r"growth in waiting of (?P<case>\S+) by latency")),
 )
-_STOCK = re.compile(r"(?P<ratio>[\d.]+) x the best stock one on Gloo \((?P<name>\S+)\)")
+_STOCK = re.compile(r"(?P<ratio>[\d.]+) x the best stock one on (?P<transport>\S+) \((?P<name>[^)]+)\)")
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,11 @@ def _figures(rows: Iterable[Mapping[str, Any]], place: str) -> dict[tuple[str, s
                 # Two rows may ask for the same: so many times as fast, and never slower.
                 was_missed = key in figures and figures[key].is_missed
                 figures[key] = Figure(_text(column, found, row), was_missed or not row["reached"])
-                if stock := _STOCK.search(what):
-                    figures[found["case"], "stock"] = Figure(stock["ratio"], says_more=stock["name"] != "ddp")
+                for stock in _STOCK.finditer(what):
+                    is_gloo = stock["transport"] == "Gloo"
+                    figures[found["case"], "stock" if is_gloo else "stock on baguanet"] = Figure(
+                        stock["ratio"], says_more=not (is_gloo and stock["name"] == "ddp")
+                    )
                 break
     return figures
 

@@ -46,7 +46,8 @@ MLP = Gradients(((1024, 1024), (1024,)) * 8)
         ("decentralized_exponential+flat", PAIRED, 1.5),
         # P of 2048 numbers and Q of 1000, of 2048000.
         ("power_sgd", FLAT, 3.0 * 3048 / 2048000),
-        ("power_sgd", PAIRED, 4.0 * 3048 / 2048000),
+        ("power_sgd", PAIRED, 1.0 * 3048 / 2048000),
+        ("power_sgd+flat", PAIRED, 4.0 * 3048 / 2048000),
         ("ddp_powersgd", PAIRED, 1.5 * 3048 / 2048000),
         ("ddp_powersgd@baguanet", PAIRED, 1.0 * 3048 / 2048000),
         # A tenth of the steps are of the warm-up.
@@ -260,6 +261,13 @@ def test_who_hides_all_communication_is_held_against_the_turn_of_training_alone_
     assert missed(FLAT, beside) == []
     (what,) = missed(FLAT, replace(beside, ratio_to_alone=1.06))
     assert "the speed of training alone" in what
+
+
+def test_gradient_all_reduces_are_held_to_the_time_of_ddp_on_any_way() -> None:
+    for case in ("gradient_allreduce", "gradient_allreduce@gloo", "gradient_allreduce+rail@gloo"):
+        rows = judged(PAIRED, measured(case, 4.4, 33.6e6))
+        (target,) = [row.target for row in rows if "our time / DDP's" in row.what and case in row.what]
+        assert target == 1.0
 
 
 def test_who_has_no_cost_model_is_said_to_have_none() -> None:

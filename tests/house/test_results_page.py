@@ -71,3 +71,17 @@ def test_the_best_stock_one_has_a_column_where_it_is_not_ddp(
     assert "| `qadam` | 2.00, – | 0.90, – |" in rendered(
         tmp_path, monkeypatch, row(f"{PLACE}, 0 ms: {what}", 0.5)
     )
+
+
+def test_the_best_stock_one_on_our_transport_has_a_column_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = "2.00 x the best stock one on Gloo (ddp), 1.25 x the best stock one on baguanet (ddp)"
+    lines = rendered(
+        tmp_path, monkeypatch, row(f"{PLACE}, 0 ms: qadam, {stock}, 9 samples/s; our time / DDP's", 0.5)
+    )
+    assert lines[2:-2] == [
+        "| | DDP's time / ours | the best stock one's on `baguanet` / ours |",
+        "|---|---|---|",
+        "| `qadam` | 2.00, – | 1.25, – |",
+    ]
