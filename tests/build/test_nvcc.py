@@ -1,4 +1,4 @@
-"""The CUDA kernels are compiled, where there is a compiler for them; tests/codec/test_cuda_parity.py runs them."""
+"""The CUDA kernels are compiled where there is a compiler for them; test_cuda_parity.py runs them."""
 
 from __future__ import annotations
 

@@ -14,6 +14,6 @@ def library() -> Path:
 
 
 @pytest.fixture(scope="session")
-def codec(library: Path) -> native.Codec:
+def codec(library: Path) -> EveryPath:
     """The codecs on all CPU paths."""
     return EveryPath(library)

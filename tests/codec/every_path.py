@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,12 @@ class EveryPath(Codec):
             for path in PATHS
             if codec.use_path(path)
         ]
+
+    def each(self) -> Iterator[Codec]:
+        """One by one, for what need not be the same."""
+        for codec, path in self._each:
+            assert codec.use_path(path)
+            yield codec
 
     def encoded_bytes(self, wire: Wire | Format, numel: int) -> int:
         return self._same(lambda codec: codec.encoded_bytes(wire, numel), _assert_equal)

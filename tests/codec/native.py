@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tests.codec.reference import (
     payload_bytes,
     word_type,
 )
+from tests.support.once import made
 
 ROOT = Path(__file__).parents[2]
 GUARD_BYTES = 64
@@ -57,14 +57,7 @@ def build(flags: Sequence[str]) -> Path:
     for file in [*sources, *others, *sorted((ROOT / "tests" / "codec").rglob("*.h"))]:
         digest.update(file.name.encode() + file.read_bytes())
     library = ROOT / "build" / "codec_tests" / f"shim-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        part = library.with_suffix(f".{os.getpid()}.part")
-        command = [*compiler(), *BASE_FLAGS, *flags, f"-I{folder}", *map(str, sources), "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        part.rename(library)
-    return library
+    return made(library, [*compiler(), *BASE_FLAGS, *flags, f"-I{folder}", *map(str, sources)], ROOT)
 
 
 class Guarded:

@@ -102,7 +102,7 @@ def test_the_kernels_keep_few_and_many(cuda: Codec, wire: Wire, keep: int) -> No
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 70])
 def test_the_kernels_reduce_in_rank_order(cuda: Codec, wire: Wire, count: int) -> None:
     numel = 2 * 2048 + 70
-    for seed in range(3):
+    for seed in range(1 if count > 5 else 3):
         wide = [samples(numel, seed=100 * seed + k) for k in range(count)]
         src = [
             reference.encode(wire, DType.f32, arrays[(seed + k) % len(arrays)])

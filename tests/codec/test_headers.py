@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.codec import numbers
+from tests.codec.every_path import EveryPath
 from tests.codec.native import Codec
 from tests.codec.reference import BLOCK_ELEMS, DType, Floats, Wire, encoded_bytes, word_type
 
@@ -47,12 +48,14 @@ def test_one_number_that_is_not_finite_is_seen_wherever_it_is(
 @settings(max_examples=200, deadline=None)
 @given(numel=st.sampled_from([1, 100, BLOCK_ELEMS, 2 * BLOCK_ELEMS + 5]), seed=st.integers(0, 2**32 - 1))
 def test_no_damaged_chunk_with_finite_headers_decodes_to_infinity(
-    codec: Codec, wire: Wire, numel: int, seed: int
+    codec: EveryPath, wire: Wire, numel: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     chunk = rng.integers(0, 256, encoded_bytes(wire, numel), np.uint8)
     if codec.headers_are_finite(wire, chunk, numel):
-        assert np.isfinite(decoded(codec, wire, chunk, numel)).all()
+        # The scale is none that an encoder makes, so that paths may round its multiples or not.
+        for one in codec.each():
+            assert np.isfinite(decoded(one, wire, chunk, numel)).all()
 
 
 @pytest.mark.parametrize(("wire", "last"), [(Wire.minmax8, 255), (Wire.minmax4, 15)])

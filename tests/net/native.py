@@ -5,16 +5,15 @@ Each object is compiled once per state of its sources, by whichever test needs i
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts import nccl_plugin
+from tests.support.once import made
 
 ROOT = Path(__file__).parents[2]
 IN_CI = os.environ.get("CI") == "true"
@@ -73,26 +72,11 @@ def _object(source: Path, words: tuple[str, ...]) -> Path:
     for file in nccl_plugin.with_headers(source):
         digest.update(file.name.encode() + file.read_bytes())
     target = FOLDER / f"{source.stem}-{digest.hexdigest()[:16]}.o"
-    return _make(target, [*words, "-c", str(source)])
+    return made(target, [*words, "-c", str(source)], ROOT)
 
 
 @functools.cache
 def _link(name: str, flags: tuple[str, ...], objects: tuple[Path, ...]) -> Path:
     words = [*_words(flags), *map(str, objects)]
     target = FOLDER / f"{name}-{hashlib.sha256(repr(words).encode()).hexdigest()[:16]}"
-    return _make(target, words)
-
-
-def _make(target: Path, command: Sequence[str]) -> Path:
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".lock").open("w") as lock:
-        # Of several tests that need it at once, in processes of their own, one makes it.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            part = target.with_suffix(".part")
-            done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, cwd=ROOT)
-            assert done.returncode == 0, done.stderr
-            part.rename(target)
-    return target
+    return made(target, words, ROOT)
