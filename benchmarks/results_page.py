@@ -25,6 +25,7 @@ _COLUMNS = {
     "efficiency": "efficiency",
     "growth": "growth by latency",
     "waiting": "growth in waiting",
+    "memory": "peak above DDP's, of the model",
 }
 """By what is in them."""
 _OF_ROWS = (
@@ -33,6 +34,7 @@ _OF_ROWS = (
     ("efficiency", re.compile(r"(?P<case>\S+), limit by (?P<whose>.*) / measured$")),
     ("growth", re.compile(r"growth of (?P<case>\S+) by latency")),
     ("waiting", re.compile(r"growth in waiting of (?P<case>\S+) by latency")),
+    ("memory", re.compile(r"above DDP's peak: (?P<case>\S+)$")),
 )
 _STOCK = re.compile(r"(?P<ratio>[\d.]+) x the best stock one on (?P<transport>\S+) \((?P<name>[^)]+)\)")
 
@@ -106,6 +108,8 @@ def _text(column: str, found: re.Match[str], row: Mapping[str, Any]) -> str:
     if column == "speed":
         speed = value if row["at_least"] else 1 / value
         return f"{speed:.3f}" if 0.9 < speed < 1.1 else f"{speed:.2f}"
+    if column == "memory":
+        return f"{value:.0f} %"
     is_cores = column == "efficiency" and found["whose"].startswith("the cores")
     return f"{value:.3f}{' of the cores' if is_cores else ''}"
 

@@ -73,6 +73,15 @@ def test_the_best_stock_one_has_a_column_where_it_is_not_ddp(
     )
 
 
+def test_memory_is_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = rendered(tmp_path, monkeypatch, row(f"{PLACE}, 5 ms: above DDP's peak: bytegrad", 8.948))
+    assert lines[2:-2] == [
+        "| | peak above DDP's, of the model |",
+        "|---|---|",
+        "| `bytegrad` | –, 9 % |",
+    ]
+
+
 def test_the_best_stock_one_on_our_transport_has_a_column_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
