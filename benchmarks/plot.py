@@ -1,4 +1,5 @@
-"""Pictures of what benchmarks wrote: `python -m benchmarks.plot NAME.json` makes NAME.png beside it.
+"""Pictures of what benchmarks wrote: `python -m benchmarks.plot NAME.json` makes NAME.png beside it, with
+`--svg` NAME.svg, the same text from the same file.
 
 Needs matplotlib (`pip install 'baguarun[plot]'`).
 """
@@ -44,6 +45,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    # Else names in it are drawn anew each time.
+    matplotlib.rcParams["svg.hashsalt"] = "baguarun"
     from matplotlib import pyplot
 
     bars = bar_panels(result.get("rows", []))
@@ -67,7 +70,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(f"{result.get('title', '')}\n(green: reached its target, the black line; red: missed it)")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
+        figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
     finally:
         pyplot.close(figure)
 
@@ -132,14 +135,16 @@ def _draw_curves(place: Any, title: str, cases: Mapping[str, Curves]) -> None:
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     options.add_argument("results", type=Path, nargs="+", help="what benchmarks wrote, as JSON")
+    options.add_argument("--svg", action="store_true", help="as SVG, which is text")
     args = options.parse_args(argv)
     for path in args.results:
+        picture = path.with_suffix(".svg" if args.svg else ".png")
         try:
-            draw(json.loads(path.read_text()), path.with_suffix(".png"))
+            draw(json.loads(path.read_text()), picture)
         except (OSError, ValueError, PlotError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 1
-        print(f"written: {path.with_suffix('.png')}")
+        print(f"written: {picture}")
     return 0
 
 

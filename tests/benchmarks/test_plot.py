@@ -46,6 +46,16 @@ def test_a_result_becomes_a_picture(tmp_path: Path, result: dict[str, Any]) -> N
     assert (tmp_path / "new" / "r.png").read_bytes().startswith(PNG)
 
 
+def test_a_picture_as_text_is_the_same_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"rows": [row("net: a", 0.5, 1.0)]}))
+    made = []
+    for _ in range(2):
+        assert plot.main([str(path), "--svg"]) == 0
+        made.append(path.with_suffix(".svg").read_text())
+    assert made[0] == made[1] and made[0].startswith("<?xml")
+
+
 @pytest.mark.parametrize("result", [{}, {"benchmark": "step", "rows": []}])
 def test_a_result_without_rows_is_refused(tmp_path: Path, result: dict[str, Any]) -> None:
     with pytest.raises(plot.PlotError, match="no rows"):
