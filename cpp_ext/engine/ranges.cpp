@@ -11,8 +11,8 @@ namespace {
 thread_local BucketTimes* currentBucket = nullptr;
 
 // The name that the profiler shows.
-std::string profiledName(std::string_view name, int64_t peer = -1) {
-  std::string text = std::string("baguarun::").append(name);
+std::string profiledName(const char* name, int64_t peer) {
+  std::string text = std::string("baguarun::") + name;
   return peer < 0 ? text : text + " rank " + std::to_string(peer);
 }
 
@@ -87,35 +87,6 @@ Span::~Span() {
   }
 }
 
-struct ProfiledRange::Watched {
-  Watched(at::StepCallbacks&& callbacks, std::string_view name) : function(std::move(callbacks)) {
-    // As torch's own collectives: it may end on another thread.
-    function._setAsync();
-    function.before(profiledName(name));
-  }
-
-  at::ThreadLocalState giver;
-  at::RecordFunction function;
-};
-
-void ProfiledRange::Delete::operator()(Watched* watched) const { delete watched; }
-
-void ProfiledRange::begin(std::string_view name) {
-  if (watched_ != nullptr) {
-    return;
-  }
-  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
-    watched_.reset(new Watched(std::move(*callbacks), name));
-  }
-}
-
-void ProfiledRange::end() {
-  if (watched_ != nullptr) {
-    const at::ThreadLocalStateGuard asItBegan(watched_->giver);
-    watched_.reset();
-  }
-}
-
 WireSpan::WireSpan(const char* name, int64_t peer) : span_(name, "wire", -1, peer) { markPosted(); }
 
 WireSpan::~WireSpan() {
@@ -153,9 +124,6 @@ void BucketTracks::add(const std::string& label, uint64_t bytes, uint64_t sentBy
 }
 
 void BucketTracks::stored(size_t index) {
-  backward_.begin("backward");
-  buckets_[index].whole.begin(*buckets_[index].label);
-  buckets_[index].filling.begin("filling");
   if (Timeline::isOn() && buckets_[index].firstGradientNs == 0) {
     buckets_[index].firstGradientNs = Timeline::nowNs();
     roundStartNs_ = roundStartNs_ == 0 ? buckets_[index].firstGradientNs : roundStartNs_;
@@ -165,7 +133,6 @@ void BucketTracks::stored(size_t index) {
 void BucketTracks::full(size_t index, uint32_t round) {
   BucketTimes& bucket = buckets_[index];
   bucket.round = round_ = round;
-  bucket.filling.end();
   if (at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
     bucket.giver = std::make_shared<const at::ThreadLocalState>();
   }
@@ -184,7 +151,6 @@ void BucketTracks::full(size_t index, uint32_t round) {
 void BucketTracks::final(size_t index) {
   BucketTimes& bucket = buckets_[index];
   bucket.giver.reset();
-  bucket.whole.end();
   if (Timeline::isOn() && bucket.fullNs != 0) {
     const auto show = [&bucket](const char* name, const char* category, int64_t start, int64_t end,
                                 int64_t bytes) {
@@ -217,17 +183,13 @@ void BucketTracks::endRound() {
                                   .round = round_});
   }
   roundStartNs_ = 0;
-  backward_.end();
   for (BucketTimes& bucket : buckets_) {
     // A backward that raised leaves some half full.
     bucket.firstGradientNs = 0;
-    bucket.filling.end();
-    bucket.whole.end();
   }
 }
 
 Flight::Flight(const char* name, const char* category, int64_t bytes) {
-  range_.begin(name);
   if (Timeline::isOn()) {
     lane_ = Lanes::ofProcess().take(event_);
     event_.name = name;
@@ -238,7 +200,6 @@ Flight::Flight(const char* name, const char* category, int64_t bytes) {
 }
 
 void Flight::end() {
-  range_.end();
   if (event_.startNs == 0) {
     return;
   }

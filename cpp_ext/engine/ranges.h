@@ -13,7 +13,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "engine/timeline.h"
 
@@ -35,29 +34,6 @@ class Span {
  private:
   TimelineEvent event_;
   std::optional<at::RecordFunction> function_;
-};
-
-// What the profiler sees from begin() to end(), which may be on different threads.
-//
-// Threads: one at a time.
-class ProfiledRange {
- public:
-  ProfiledRange() = default;
-  ~ProfiledRange() { end(); }
-  ProfiledRange(const ProfiledRange&) = delete;
-  ProfiledRange& operator=(const ProfiledRange&) = delete;
-
-  // Does nothing where no profiler watches the calling thread, or where it has begun.
-  void begin(std::string_view name);
-  void end();
-
- private:
-  struct Watched;
-  struct Delete {
-    void operator()(Watched* watched) const;
-  };
-
-  std::unique_ptr<Watched, Delete> watched_;
 };
 
 // A span in which bytes are on the wire, or waited for.
@@ -89,8 +65,6 @@ struct BucketTimes {
   std::atomic<int64_t> arrivedNs = 0;
   // Of the thread that filled it, if a profiler watches that.
   std::shared_ptr<const at::ThreadLocalState> giver;
-  ProfiledRange whole;
-  ProfiledRange filling;
 };
 
 // One step of a bucket's way, on the thread that takes it.
@@ -126,7 +100,6 @@ class BucketTracks {
  private:
   std::deque<BucketTimes> buckets_;
   int64_t roundStartNs_ = 0;
-  ProfiledRange backward_;
   uint32_t round_ = 0;
 };
 
@@ -146,7 +119,6 @@ class Flight {
  private:
   TimelineEvent event_;
   size_t lane_ = 0;
-  ProfiledRange range_;
 };
 
 }  // namespace baguarun::engine

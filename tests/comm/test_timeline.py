@@ -347,61 +347,11 @@ def is_seen_by_the_profiler(algorithm: str, expected: list[str]) -> None:
     assert counts["baguarun::wait for communication"] == STEPS
     for name in expected:
         assert counts[f"baguarun::{name}"] >= buckets * STEPS, name
-    events = [event for event in profiler.events() if event.name.startswith("baguarun::")]
-    assert len({event.thread for event in events}) > 2
-    assert counts["baguarun::backward"] == STEPS
-    assert counts["baguarun::filling"] == buckets * STEPS
-    whole = [event for event in events if event.name.startswith("baguarun::bucket ")]
-    assert len(whole) == buckets * STEPS
-    # A bucket is not full before its last gradient, nor final before its last stage has ended.
-    assert all(event.time_range.elapsed_us() > 0 for event in whole)
-    for name in ("filling", "complete"):
-        ends = sorted(event.time_range.end for event in events if event.name == f"baguarun::{name}")
-        finals = sorted(event.time_range.end for event in whole)
-        assert all(end <= final for end, final in zip(ends, finals, strict=True)), name
+    threads = {event.thread for event in profiler.events() if event.name.startswith("baguarun::")}
+    assert len(threads) > 2
 
 
 def test_torch_profiler_sees_the_spans_of_the_communication_threads() -> None:
     codec = ["encode", "reduce and encode", "decode"]
     run_ranks(is_seen_by_the_profiler, 2, "bytegrad", codec)
     run_ranks(is_seen_by_the_profiler, 2, "gradient_allreduce", ["all-reduce"])
-
-
-def exchanges_are_seen_by_the_profiler(algorithm: str, name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            model = train(algorithm, steps=16)
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    assert counts[f"baguarun::{name}"] == model.stats().weight_rounds > 0
-
-
-def test_torch_profiler_sees_exchanges_of_weights() -> None:
-    run_ranks(exchanges_are_seen_by_the_profiler, 2, "local_sgd", "average of weights")
-    run_ranks(exchanges_are_seen_by_the_profiler, 2, "decentralized", "average of weights")
-
-
-def fails_in_the_middle_of_a_backward() -> None:
-    module = mlp()
-    model = DistributedDataParallel(module, bucket_cap_mb=0.005)
-    first = next(module.parameters())
-
-    def refuse(_gradient: torch.Tensor) -> None:
-        raise RuntimeError("refused")
-
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            handle = first.register_hook(refuse)
-            with pytest.raises(RuntimeError, match="refused"):
-                step(model, optimizer)
-            handle.remove()
-            step(model, optimizer)
-    events = [event for event in profiler.events() if event.name == "baguarun::backward"]
-    assert 1 <= len(events) <= 2
-    assert all(event.time_range.elapsed_us() > 0 for event in events)
-
-
-def test_a_backward_that_raises_leaves_the_profiler_in_order() -> None:
-    run_ranks(fails_in_the_middle_of_a_backward, 2)
