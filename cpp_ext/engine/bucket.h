@@ -39,7 +39,7 @@ struct OperationSpec {
   bool errorFeedback = false;
   // kPowerSgd: pairs of vectors per matrix.
   size_t matrixRank = 0;
-  // Exchange by rail; null: among all ranks at once. Read by kScatterReduceGather only.
+  // Exchange by rail; null: among all ranks at once. Not read by kAllReduce.
   std::shared_ptr<const Rails> rails = nullptr;
 
   codec::Format format() const { return {wire, keep, 0}; }

@@ -162,7 +162,7 @@ std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor&
   vectors.operation.rails = rails;
   // Scratch of its own: whoever has the first exchange's needs the second's to get on.
   if (rails) {
-    return std::make_unique<RailExchange>(group, vectors, Buffers());
+    return std::make_unique<RailExchange>(group, vectors, Buffers(), makeAverage);
   }
   return makeAverage(group, vectors, everybody(group), Buffers());
 }

@@ -33,7 +33,7 @@ inline std::unique_ptr<HostOperation> makeExchange(const Group& group, const Buc
   return std::make_unique<PeerExchange>(group, bucket, ranks, buffers);
 }
 
-// As makeExchange, of fp32 numbers as they are: few of them in one message per pair.
+// As makeExchange, the average of fp32 numbers as they are: few of them in one message per pair.
 inline std::unique_ptr<HostOperation> makeAverage(const Group& group, const Bucket& bucket,
                                                   const std::vector<int>& ranks, const Buffers& buffers) {
   if (SwapExchange::suits(bucket.flat, ranks.size())) {
@@ -51,7 +51,9 @@ inline std::unique_ptr<HostOperation> makeAverage(const Group& group, const Buck
 // other nodes for the one between, so messages of different levels cannot meet.
 class RailExchange final : public HostOperation {
  public:
-  RailExchange(const Group& group, const Bucket& bucket, const Buffers& buffers)
+  // `make` makes the exchange among owners of a shard.
+  RailExchange(const Group& group, const Bucket& bucket, const Buffers& buffers,
+               decltype(makeExchange)& make = makeExchange)
       : group_(group),
         rails_(bucket.operation.rails),
         place_(placeOf(group->getRank(), rails_->node)),
@@ -67,7 +69,7 @@ class RailExchange final : public HostOperation {
     for (Transfers* transfers : all()) {
       transfers->nameRanks(rails_->node);
     }
-    divide(bucket);
+    divide(bucket, make);
   }
 
   void begin(uint32_t round) override {
@@ -138,7 +140,7 @@ class RailExchange final : public HostOperation {
 
   bool narrows() const { return dtype_ != codec::DType::f32; }
 
-  void divide(const Bucket& bucket) {
+  void divide(const Bucket& bucket, decltype(makeExchange)& make) {
     const at::Tensor flatBytes = bucket.flat.view(at::kByte);
     const auto elementSize = static_cast<int64_t>(bucket.flat.element_size());
     for (size_t rail = 0; rail < rails_->numRails; ++rail) {
@@ -168,9 +170,7 @@ class RailExchange final : public HostOperation {
     if (bucket.residual.defined()) {
       between.residual = bucket.residual.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
     }
-    const bool isPlainAverage = bucket.operation.wire == codec::Wire::f32 && bucket.operation.average;
-    between_ = isPlainAverage ? makeAverage(group_, between, rails_->rail, buffers_)
-                              : makeExchange(group_, between, rails_->rail, buffers_);
+    between_ = make(group_, between, rails_->rail, buffers_);
     if (narrows()) {
       sum_.set_();
     }

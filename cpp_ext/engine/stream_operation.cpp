@@ -253,21 +253,24 @@ class StreamRailExchange final : public StreamOperation {
   std::unique_ptr<StreamExchange> between_;
 };
 
-// The average of `tensor`, by rail if the bucket goes so.
-std::unique_ptr<StreamOperation> makeAverage(const Group& group, const Bucket& bucket,
-                                             const at::Tensor& tensor) {
+std::unique_ptr<StreamOperation> makeAverage(const Group& group, const at::Tensor& tensor) {
+  return std::make_unique<StreamReduce>(group, tensor, c10d::ReduceOp::AVG);
+}
+
+// The average of an fp32 buffer of its own, by rail if the bucket goes so.
+std::unique_ptr<StreamOperation> makeVectors(const Group& group, const Bucket& bucket,
+                                             const at::Tensor& buffer) {
   if (!bucket.operation.rails) {
-    return std::make_unique<StreamReduce>(group, tensor, c10d::ReduceOp::AVG);
+    return makeAverage(group, buffer);
   }
-  Bucket average;
-  average.index = bucket.index;
-  average.label = bucket.label;
-  average.flat = tensor;
-  average.bytes = tensor.nbytes();
-  average.operation.kind = OperationKind::kScatterReduceGather;
-  average.operation.wire = plainWire(codecType(tensor.scalar_type()));
-  average.operation.rails = bucket.operation.rails;
-  return std::make_unique<StreamRailExchange>(average);
+  Bucket vectors;
+  vectors.index = bucket.index;
+  vectors.label = bucket.label;
+  vectors.flat = buffer;
+  vectors.bytes = buffer.nbytes();
+  vectors.operation.kind = OperationKind::kScatterReduceGather;
+  vectors.operation.rails = bucket.operation.rails;
+  return std::make_unique<StreamRailExchange>(vectors);
 }
 
 std::unique_ptr<StreamOperation> makeLowRank(const Group& group, const Bucket& bucket) {
@@ -276,10 +279,10 @@ std::unique_ptr<StreamOperation> makeLowRank(const Group& group, const Bucket& b
   };
   const at::Tensor first = buffer(bucket.lowRank.firstElements());
   const at::Tensor second = buffer(bucket.lowRank.secondElements());
-  StreamLowRank::Exchanges exchanges{makeAverage(group, bucket, bucket.flat),
-                                     makeAverage(group, bucket, first), nullptr};
+  StreamLowRank::Exchanges exchanges{makeAverage(group, bucket.flat), makeVectors(group, bucket, first),
+                                     nullptr};
   if (second.numel() > 0) {
-    exchanges.second = makeAverage(group, bucket, second);
+    exchanges.second = makeVectors(group, bucket, second);
   }
   return std::make_unique<StreamLowRank>(bucket.flat, bucket.lowRank, first, second, std::move(exchanges));
 }

@@ -155,6 +155,13 @@ _LISTED = (
         replicas_meet_every=1,
     ),
     Row(
+        title="power_sgd, start_step=2, hierarchical=True",
+        algorithm=PowerSGD(start_step=2, hierarchical=True),
+        tolerance=UNEVEN,
+        replicas_meet_every=1,
+        nodes=NODES,
+    ),
+    Row(
         title="qadam, warmup_steps=2",
         algorithm=QAdam(),
         tolerance=UNEVEN,
