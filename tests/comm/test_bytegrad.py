@@ -14,10 +14,10 @@ from tests.comm.ranks import run_ranks
 CHUNK_ALIGN = 16
 
 
-def reference_exchange(flats: list[torch.Tensor]) -> torch.Tensor:
+def reference_exchange(flats: list[torch.Tensor], wire_name: str = "MINMAX8") -> torch.Tensor:
     """Scatter, reduce, gather of all ranks' flat gradients, written out with the codec's own functions."""
     codec = load_extension()
-    wire, world_size, numel = codec.Wire.MINMAX8, len(flats), flats[0].numel()
+    wire, world_size, numel = getattr(codec.Wire, wire_name), len(flats), flats[0].numel()
     share = -(-numel // world_size)
     stride = -(-share // CHUNK_ALIGN) * CHUNK_ALIGN
     parts = []

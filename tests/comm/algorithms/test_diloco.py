@@ -22,6 +22,9 @@ from tests.comm.algorithms.simulation import (
     train_through,
     weights_of,
 )
+from tests.comm.models import batch, loss, mlp
+from tests.comm.ranks import run_ranks
+from tests.comm.test_bytegrad import reference_exchange
 
 STEPS = 10
 
@@ -29,9 +32,13 @@ STEPS = 10
 class PlainOuter:
     """The outer step in plain torch: torch's own SGD with Nesterov momentum on the outer weights."""
 
-    def __init__(self, settings: DiLoCo) -> None:
+    def __init__(
+        self, settings: DiLoCo, start: torch.Tensor | None = None, first_turn: int | None = None
+    ) -> None:
+        """Of all weights of a `Net`, after each period; or of some, first after step `first_turn`."""
         self.settings = settings
-        self.outer = torch.nn.Parameter(weights_of(Net()))
+        self.first_turn = settings.local_steps if first_turn is None else first_turn
+        self.outer = torch.nn.Parameter(weights_of(Net()) if start is None else start)
         momentum = settings.outer_momentum
         self.sgd = torch.optim.SGD(
             [self.outer], lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0
@@ -40,7 +47,8 @@ class PlainOuter:
 
     def __call__(self, step: int, weights: torch.Tensor) -> torch.Tensor:
         ended, delay = step + 1, self.settings.delay_steps
-        if ended % self.settings.local_steps == 0:
+        turn = ended - self.first_turn
+        if turn >= 0 and turn % self.settings.local_steps == 0:
             self.averaged[ended + delay] = (self.outer.detach() - weights).mean(0)
         if ended not in self.averaged:
             return weights
@@ -64,6 +72,49 @@ def test_every_step_is_that_of_torchs_sgd_on_the_outer_weights(
     found = run_for_tensors(train_each, world_size, algorithms, STEPS, micro_batches, backend=backend)
     for index, algorithm in enumerate(algorithms):
         expected = simulate(world_size, STEPS, after_step=PlainOuter(algorithm), micro_batches=micro_batches)
+        assert_same_training([each[index] for each in found], expected)
+
+
+def fragments_of_weights(count: int) -> torch.Tensor:
+    """In which of so many equal parts of the flat buffer each weight of a `Net` is: parameters begin at
+    multiples of 64 bytes there."""
+    places, begin = [], 0
+    for parameter in Net().parameters():
+        if parameter.requires_grad:
+            places.append(begin + torch.arange(parameter.numel()))
+            begin = -(-(begin + parameter.numel()) // 8) * 8
+    parts = torch.arange(begin).tensor_split(count)
+    of_place = torch.cat([torch.full_like(part, index) for index, part in enumerate(parts)])
+    return of_place[torch.cat(places)]
+
+
+class PlainFragments:
+    """An outer step of its own for each fragment, which take turns."""
+
+    def __init__(self, settings: DiLoCo) -> None:
+        start, where = weights_of(Net()), fragments_of_weights(settings.fragments)
+        apart = settings.local_steps // settings.fragments
+        self.parts = [
+            (where == index, PlainOuter(settings, start[where == index], (index + 1) * apart))
+            for index in range(settings.fragments)
+        ]
+
+    def __call__(self, step: int, weights: torch.Tensor) -> torch.Tensor:
+        mixed = weights.clone()
+        for part, outer in self.parts:
+            mixed[:, part] = outer(step, weights[:, part])
+        return mixed
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "baguanet")])
+def test_every_step_of_fragments_is_that_of_as_many_outer_optimizers(world_size: int, backend: str) -> None:
+    algorithms = [
+        DiLoCo(local_steps=4, fragments=2),
+        DiLoCo(local_steps=6, fragments=3, delay_steps=3, keep_local=0.25),
+    ]
+    found = run_for_tensors(train_each, world_size, algorithms, 2 * STEPS, backend=backend)
+    for index, algorithm in enumerate(algorithms):
+        expected = simulate(world_size, 2 * STEPS, after_step=PlainFragments(algorithm))
         assert_same_training([each[index] for each in found], expected)
 
 
@@ -101,6 +152,47 @@ def test_a_shorter_wire_stays_close_and_replicas_bit_identical(wire: str, within
         assert all(torch.equal(found[0][step], other[step]) for other in found[1:])
         moved = (expected[step] - weights_of(Net())).abs().max()
         assert (found[0][step] - expected[step, 0]).abs().max() < within * moved
+
+
+def flat_of(module: torch.nn.Module) -> torch.Tensor:
+    """As the buffer that is exchanged: parameters at multiples of 64 bytes, zeros between them."""
+    parts = []
+    for parameter in module.parameters():
+        parts += [parameter.detach().reshape(-1), torch.zeros(-parameter.numel() % 16)]
+    return torch.cat(parts)
+
+
+def takes_outer_steps_with_few_bits(wire: str, wire_name: str) -> None:
+    module = mlp(torch.float32, width=61)
+    inner = torch.optim.SGD(module.parameters(), lr=0.01)
+    before_exchange: list[torch.Tensor] = []
+    # Registered before the wrapper's own, and so called before it.
+    inner.register_step_post_hook(lambda *_call: before_exchange.append(flat_of(module)))
+    settings = DiLoCo(local_steps=2, wire=wire)  # type: ignore[arg-type]
+    model = DistributedDataParallel(module, optimizers=[inner], algorithm=settings)
+    outer = torch.nn.Parameter(flat_of(module))
+    sgd = torch.optim.SGD(
+        [outer], lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=True, fused=True
+    )
+    for step in range(6):
+        inner.zero_grad()
+        loss(model(batch(module))).backward()
+        inner.step()
+        if step % 2 == 1:
+            change = outer.detach() - before_exchange[-1]
+            changes = [torch.empty_like(change) for _ in range(dist.get_world_size())]
+            dist.all_gather(changes, change)
+            outer.grad = reference_exchange(changes, wire_name)
+            sgd.step()
+            assert torch.equal(flat_of(module), outer.detach()), step
+
+
+@pytest.mark.parametrize(("wire", "wire_name"), [("int8", "MINMAX8"), ("int4", "MINMAX4")])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_outer_step_with_few_bits_is_the_exchange_written_out_bit_for_bit(
+    world_size: int, wire: str, wire_name: str
+) -> None:
+    run_ranks(takes_outer_steps_with_few_bits, world_size, wire, wire_name)
 
 
 def bytes_of_an_outer_step(wire: str) -> torch.Tensor:
