@@ -85,10 +85,18 @@ class EveryPath(Codec):
         self, call: Callable[[Codec], Result], assert_alike: Callable[[Result, Result, str], None]
     ) -> Result:
         found: list[Result] = []
+        refusals = []
         for codec, path in self._each:
             assert codec.use_path(path)
-            found.append(call(codec))
+            try:
+                found.append(call(codec))
+            except RuntimeError as refusal:
+                refusals.append(str(refusal))
+                continue
             assert_alike(found[-1], found[0], f"{path}, {codec.offset} bytes off")
+        if refusals:
+            assert refusals == refusals[:1] * len(self._each), refusals
+            raise RuntimeError(refusals[0])
         return found[0]
 
 

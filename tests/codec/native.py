@@ -43,7 +43,7 @@ CUDA_ON_THREADS = (
 
 
 def compiler() -> list[str]:
-    return os.environ.get("CXX", "g++").split()
+    return os.environ.get("CXX", "c++").split()
 
 
 def build(flags: Sequence[str]) -> Path:

@@ -158,18 +158,18 @@ def test_a_limited_nic_carries_large_frames_whole() -> None:
 
 
 def test_two_senders_share_one_receivers_nic() -> None:
+    count = 24 << 20
     with Lab(hosts=3, rate_mbit=100) as lab:
+        ports = ("6000", "6001")
+        sinks = [_listen(lab.hosts[0], _SINK.replace("5000", port)) for port in ports]
         before, started = lab.hosts[0].counters(), time.monotonic()
-        sources: list[tuple[subprocess.Popen[str], subprocess.Popen[str]]] = []
-        for sender in lab.hosts[1:]:
-            script = _SINK.replace("5000", str(6000 + len(sources)))
-            sink = _listen(lab.hosts[0], script)
-            source = _SOURCE.replace("5000", str(6000 + len(sources)))
-            sources.append((sink, sender.popen(_python(source, lab.hosts[0].address, str(24 << 20)))))
-        for sink, _ in sources:
+        for sender, port in zip(lab.hosts[1:], ports, strict=True):
+            sender.popen(_python(_SOURCE.replace("5000", port), lab.hosts[0].address, str(count)))
+        for sink in sinks:
             sink.wait(60)
         elapsed_s = time.monotonic() - started
         received = (lab.hosts[0].counters() - before).received_bytes
+        assert received > 2 * count
         assert received * 8 / 1e6 / elapsed_s < 110
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.net.communicator_rank FOLDER RANK SIZE TASK BYTES ROUNDS DEADLINE_S
 
-Tasks: `reduce` all-reduces fp32 and prints the seconds of the best round, `rest` too, with a second and
-a half before and after the last one; `cycle` does so until it fails, and prints fault and message.
+Tasks: `reduce` all-reduces fp32 and prints the seconds of the best round, `rest` too, with four
+seconds before and after the last one; `cycle` does so until it fails, and prints fault and message.
 """
 
 from __future__ import annotations

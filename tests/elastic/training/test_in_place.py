@@ -42,11 +42,14 @@ from tests.elastic.training.resized import At, Script, Story, all_samples, run_s
 def test_a_loss_ends_with_the_bits_of_a_polite_leave_at_the_highest_step(
     tmp_path: Path, point: str, held: dict[int, str]
 ) -> None:
-    happenings = [At(local_rank=1, point=point, step=3)]
+    # Where it matters how far the others have come, it dies when they are there.
+    waits = len(held) > 0
+    happenings = [At(local_rank=1, point=point, step=3, action="hold" if waits else "die")]
     for rank, where in held.items():
         action = "talk" if where.endswith("!") else "hold"
         happenings.append(At(local_rank=rank, point=where.rstrip("!"), step=3, action=action))
-    lost = train(Script(folder=tmp_path / "lost", happenings=happenings), 3)
+    dies = kill_when_held(1, 1 + len(held)) if waits else None
+    lost = train(Script(folder=tmp_path / "lost", happenings=happenings), 3, dies)
     left = leave_at(tmp_path / "left", step=3 if point == "begin" else 4)
     assert same(lost, left)
     assert sorted(lost.applied_samples()) == sorted(left.applied_samples()) == all_samples(1)
