@@ -44,7 +44,7 @@ test-deps:
 	scripts/test_deps.sh
 
 # tc and iptables lie there, which is not on every user's PATH.
-test: export PATH := $(PATH):/usr/sbin:/sbin
+test bench: export PATH := $(PATH):/usr/sbin:/sbin
 test: setup test-deps
 	$(BIN)/python -m pytest -m "not gpu" -n $(TESTS_AT_ONCE) --dist worksteal $(addprefix --ignore=,$(STORIES))
 	$(BIN)/python -m pytest -m "not gpu" $(STORIES)

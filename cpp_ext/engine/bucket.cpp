@@ -54,6 +54,17 @@ void requireFeedback(const OperationSpec& operation, at::ScalarType dtype) {
   }
 }
 
+Bucket vectorsOf(const Bucket& bucket, const at::Tensor& vectors, size_t index) {
+  Bucket made;
+  made.index = index;
+  made.label = bucket.label;
+  made.bytes = vectors.nbytes();
+  made.flat = vectors;
+  made.operation.kind = OperationKind::kScatterReduceGather;
+  made.operation.rails = bucket.operation.rails;
+  return made;
+}
+
 at::Tensor gradientView(const at::Tensor& flat, const at::Tensor& parameter, size_t offset) {
   const auto start = static_cast<int64_t>(offset);
   if (parameter.is_non_overlapping_and_dense()) {

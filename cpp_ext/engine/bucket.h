@@ -78,6 +78,10 @@ struct Bucket {
   size_t pending = 0;
 };
 
+// For the average of `vectors`, an fp32 buffer of its own, that goes the way of `bucket`: by rail or among
+// all. `index` tells its messages from others'.
+Bucket vectorsOf(const Bucket& bucket, const at::Tensor& vectors, size_t index);
+
 // True if c10d bytes of this dtype and wire are the gradient itself: nothing to encode.
 bool isPlain(codec::Wire wire, at::ScalarType dtype);
 

@@ -151,17 +151,9 @@ bool isWhole(const Group& group, const Bucket& bucket) {
   return isBaguanet(group) && isPlain(bucket.operation.wire, dtype) && (dtype == at::kFloat || bucket.shared);
 }
 
-// The average of an fp32 buffer of its own, by rail if there are some.
-std::unique_ptr<HostOperation> makeVectors(const Group& group, const at::Tensor& buffer, size_t index,
-                                           const std::shared_ptr<const Rails>& rails) {
-  Bucket vectors;
-  vectors.index = index;
-  vectors.flat = buffer;
-  vectors.bytes = buffer.nbytes();
-  vectors.operation.kind = OperationKind::kScatterReduceGather;
-  vectors.operation.rails = rails;
+std::unique_ptr<HostOperation> makeVectors(const Group& group, const Bucket& vectors) {
   // Scratch of its own: whoever has the first exchange's needs the second's to get on.
-  if (rails) {
+  if (vectors.operation.rails) {
     return std::make_unique<RailExchange>(group, vectors, Buffers(), makeAverage);
   }
   return makeAverage(group, vectors, everybody(group), Buffers());
@@ -182,10 +174,9 @@ std::unique_ptr<HostOperation> makeLowRank(const Group& group, const Bucket& buc
   whole.operation.kind = OperationKind::kScatterReduceGather;
   whole.operation.wire = plainWire(codecType(bucket.flat.scalar_type()));
   LowRankExchange::Exchanges exchanges{makeHostOperation(group, whole, buffers, queued),
-                                       makeVectors(group, first, bucket.index, bucket.operation.rails),
-                                       nullptr};
+                                       makeVectors(group, vectorsOf(bucket, first, bucket.index)), nullptr};
   if (second.numel() > 0) {
-    exchanges.second = makeVectors(group, second, kSecond + bucket.index, bucket.operation.rails);
+    exchanges.second = makeVectors(group, vectorsOf(bucket, second, kSecond + bucket.index));
   }
   return std::make_unique<LowRankExchange>(bucket.flat, bucket.lowRank, first, second, std::move(exchanges));
 }

@@ -51,9 +51,9 @@ inline std::unique_ptr<HostOperation> makeAverage(const Group& group, const Buck
 // other nodes for the one between, so messages of different levels cannot meet.
 class RailExchange final : public HostOperation {
  public:
-  // `make` makes the exchange among owners of a shard.
+  // `makeBetween` makes the exchange among the owners of a shard.
   RailExchange(const Group& group, const Bucket& bucket, const Buffers& buffers,
-               decltype(makeExchange)& make = makeExchange)
+               decltype(makeExchange)& makeBetween = makeExchange)
       : group_(group),
         rails_(bucket.operation.rails),
         place_(placeOf(group->getRank(), rails_->node)),
@@ -69,7 +69,7 @@ class RailExchange final : public HostOperation {
     for (Transfers* transfers : all()) {
       transfers->nameRanks(rails_->node);
     }
-    divide(bucket, make);
+    divide(bucket, makeBetween);
   }
 
   void begin(uint32_t round) override {
@@ -140,7 +140,7 @@ class RailExchange final : public HostOperation {
 
   bool narrows() const { return dtype_ != codec::DType::f32; }
 
-  void divide(const Bucket& bucket, decltype(makeExchange)& make) {
+  void divide(const Bucket& bucket, decltype(makeExchange)& makeBetween) {
     const at::Tensor flatBytes = bucket.flat.view(at::kByte);
     const auto elementSize = static_cast<int64_t>(bucket.flat.element_size());
     for (size_t rail = 0; rail < rails_->numRails; ++rail) {
@@ -170,7 +170,7 @@ class RailExchange final : public HostOperation {
     if (bucket.residual.defined()) {
       between.residual = bucket.residual.narrow(0, static_cast<int64_t>(layout_.begin(place_)), numElements);
     }
-    between_ = make(group_, between, rails_->rail, buffers_);
+    between_ = makeBetween(group_, between, rails_->rail, buffers_);
     if (narrows()) {
       sum_.set_();
     }

@@ -257,19 +257,10 @@ std::unique_ptr<StreamOperation> makeAverage(const Group& group, const at::Tenso
   return std::make_unique<StreamReduce>(group, tensor, c10d::ReduceOp::AVG);
 }
 
-// The average of an fp32 buffer of its own, by rail if the bucket goes so.
-std::unique_ptr<StreamOperation> makeVectors(const Group& group, const Bucket& bucket,
-                                             const at::Tensor& buffer) {
-  if (!bucket.operation.rails) {
-    return makeAverage(group, buffer);
+std::unique_ptr<StreamOperation> makeVectors(const Group& group, const Bucket& vectors) {
+  if (!vectors.operation.rails) {
+    return makeAverage(group, vectors.flat);
   }
-  Bucket vectors;
-  vectors.index = bucket.index;
-  vectors.label = bucket.label;
-  vectors.flat = buffer;
-  vectors.bytes = buffer.nbytes();
-  vectors.operation.kind = OperationKind::kScatterReduceGather;
-  vectors.operation.rails = bucket.operation.rails;
   return std::make_unique<StreamRailExchange>(vectors);
 }
 
@@ -279,10 +270,10 @@ std::unique_ptr<StreamOperation> makeLowRank(const Group& group, const Bucket& b
   };
   const at::Tensor first = buffer(bucket.lowRank.firstElements());
   const at::Tensor second = buffer(bucket.lowRank.secondElements());
-  StreamLowRank::Exchanges exchanges{makeAverage(group, bucket.flat), makeVectors(group, bucket, first),
-                                     nullptr};
+  StreamLowRank::Exchanges exchanges{makeAverage(group, bucket.flat),
+                                     makeVectors(group, vectorsOf(bucket, first, bucket.index)), nullptr};
   if (second.numel() > 0) {
-    exchanges.second = makeVectors(group, bucket, second);
+    exchanges.second = makeVectors(group, vectorsOf(bucket, second, bucket.index));
   }
   return std::make_unique<StreamLowRank>(bucket.flat, bucket.lowRank, first, second, std::move(exchanges));
 }

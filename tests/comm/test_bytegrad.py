@@ -15,7 +15,7 @@ CHUNK_ALIGN = 16
 
 
 def reference_exchange(flats: list[torch.Tensor], wire_name: str = "MINMAX8") -> torch.Tensor:
-    """Scatter, reduce, gather of all ranks' flat gradients, written out with the codec's own functions."""
+    """Scatter, reduce, gather of what all ranks have, written out with the codec's own functions."""
     codec = load_extension()
     wire, world_size, numel = getattr(codec.Wire, wire_name), len(flats), flats[0].numel()
     share = -(-numel // world_size)

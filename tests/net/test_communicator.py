@@ -286,15 +286,13 @@ def test_what_is_reduced_into_another_place_can_be_used_as_it_comes(tmp_path: Pa
     assert said[len(SIZES)] > 2 if over_rails else not any(said)
 
 
-def count_connections(_member: Member) -> int:
-    """Of TCP, that are established (proc(5))."""
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    established = {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
-    descriptors = [link for link in Path("/proc/self/fd").iterdir() if link.is_socket()]
-    return sum(os.readlink(descriptor) in established for descriptor in descriptors)
+def sent_in_each(outcomes: list[tuple[list[np.ndarray], list[int]]]) -> np.ndarray:
+    """Bytes of all ranks, by call."""
+    return np.diff(np.array([sent for _, sent in outcomes]).sum(0), prepend=0)
 
 
+HEADER_BYTES = 64
+"""Of a call, to each rank that is sent something."""
 DIRECTLY = "abc", "abcd", "abcde", "abcdefgh", "aabbcc"
 """Three hosts and more; five do not send to all at once."""
 
@@ -311,7 +309,7 @@ def test_what_goes_directly_is_the_bits_of_a_ring(
     cases += [("sum", "float16", 70_001), ("sum", "int32", 70_001), ("max", "float32", 70_001)]
     # Blocks of more segments than there is room for.
     cases += [("sum", "float32", 5_000_003), ("avg", "float32", 5_000_003)]
-    results, sent_bytes, connections = [], [], []
+    results, sent_bytes = [], []
     ways = (("ring", False, False), ("direct", False, False), ("direct", True, False), ("direct", True, True))
     for number, (way, ahead, with_messages) in enumerate(ways):
         monkeypatch.setenv("BAGUA_NET_ALL_REDUCE", way)
@@ -319,15 +317,16 @@ def test_what_goes_directly_is_the_bits_of_a_ring(
         folder.mkdir()
         with members(folder, len(hosts), list(hosts)) as group:
             outcomes = group.run(reduce_in_a_row, cases, ahead, with_messages)
-            connections.append(sum(group.run(count_connections)))
         results.append([[array.tobytes() for array in row] for row, _ in outcomes])
-        sent_bytes.append(sum(sent[-1] for _, sent in outcomes))
+        sent_bytes.append(sent_in_each(outcomes))
     assert all(result == results[0] for result in results)
-    # Up to four hosts all talk to each other, on the ring or in small calls.
-    assert (connections[1] > connections[0]) == (len(set(hosts)) > 4)
-    # As many, but for headers: each chunk has one, and how long chunks are depends on the speed of the wire.
-    assert 0.9999 * sent_bytes[0] < sent_bytes[1] < 1.001 * sent_bytes[0]
-    assert sent_bytes[2] == pytest.approx(sent_bytes[1], rel=1e-4)
+    # As many, and headers to all, not to the next one only. Now and then a rank that waits says so, too.
+    is_large = [count * np.dtype(dtype).itemsize > 64 << 10 for _, dtype, count in cases]
+    more = int(np.median((sent_bytes[1] - sent_bytes[0])[is_large]))
+    if len(set(hosts)) == len(hosts):
+        assert more == len(hosts) * (len(hosts) - 2) * HEADER_BYTES
+    assert 0 < more < 10_000
+    assert sent_bytes[2].sum() == pytest.approx(sent_bytes[1].sum(), rel=1e-4)
 
 
 @pytest.mark.parametrize("hosts", [*DIRECTLY, "abbabc"])

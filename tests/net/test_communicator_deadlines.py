@@ -99,7 +99,7 @@ def test_a_rank_that_is_late_in_one_call_is_not_blamed_for_another(tmp_path: Pat
     with members(tmp_path, 3, list("abc")) as group:
         group.run(reduce_late, [0.0], 30)
         for rank in range(3):
-            group.start(rank, reduce_late, [1.0 if rank == 1 else 0.0, 0.0], 1.2)
+            group.start(rank, reduce_late, [0.9 if rank == 1 else 0.0, 0.0], 1.2)
         assert [group.result(rank) for rank in range(3)] == [[6.0] * 2] * 3
         group.start(0, reduce_until, 1.2)
         group.start(1, reduce_until, 1.2)

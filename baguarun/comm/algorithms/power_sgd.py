@@ -43,8 +43,8 @@ class PowerSGD(Algorithm):
     """Steps at the start in which gradients are averaged in full, as they turn fastest then. Torch's default.
     """
     hierarchical: Hierarchical = "auto"
-    """Sum up P and Q inside the node before they leave it, and on the CPU gradients in full. "auto": where
-    several nodes have several workers."""
+    """Sum up P and Q inside the node before they leave it, and on the CPU gradients in full. "auto": on the
+    CPU, where several nodes have several workers."""
 
     def __post_init__(self) -> None:
         require_hierarchical(self.name, self.hierarchical)

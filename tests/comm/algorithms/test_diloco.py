@@ -168,7 +168,7 @@ def takes_outer_steps_with_few_bits(wire: str, wire_name: str) -> None:
     before_exchange: list[torch.Tensor] = []
     # Registered before the wrapper's own, and so called before it.
     inner.register_step_post_hook(lambda *_call: before_exchange.append(flat_of(module)))
-    settings = DiLoCo(local_steps=2, wire=wire)  # type: ignore[arg-type]
+    settings = DiLoCo(local_steps=2, wire=wire)
     model = DistributedDataParallel(module, optimizers=[inner], algorithm=settings)
     outer = torch.nn.Parameter(flat_of(module))
     sgd = torch.optim.SGD(
