@@ -65,3 +65,13 @@ def test_what_a_block_becomes_does_not_depend_on_its_neighbours(codec: Codec, wi
         alone = codec.encode(wire, DType.f32, x[part])
         want = codec.decode(wire, DType.f32, alone, len(x[part])).view(np.uint32)
         np.testing.assert_array_equal(got[part], want)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_outlier_harms_its_own_block_only(codec: Codec, wire: Wire) -> None:
+    x = np.random.default_rng(0).standard_normal(3 * BLOCK_ELEMS).astype(np.float32)
+    alone = codec.decode(wire, DType.f32, codec.encode(wire, DType.f32, x), len(x))
+    x[BLOCK_ELEMS + 5] = 1e9
+    got = codec.decode(wire, DType.f32, codec.encode(wire, DType.f32, x), len(x))
+    np.testing.assert_array_equal(got[:BLOCK_ELEMS], alone[:BLOCK_ELEMS])
+    np.testing.assert_array_equal(got[2 * BLOCK_ELEMS :], alone[2 * BLOCK_ELEMS :])

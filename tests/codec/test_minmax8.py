@@ -86,15 +86,6 @@ def test_small_gradients_keep_their_detail(codec: Codec, exponent: int) -> None:
     assert np.abs(decoded(codec, x) - x).max() <= (x.max() - x.min()) / 254 * 0.501
 
 
-def test_an_outlier_harms_its_own_block_only(codec: Codec) -> None:
-    x = np.random.default_rng(0).standard_normal(3 * BLOCK_ELEMS).astype(np.float32)
-    alone = decoded(codec, x)
-    x[BLOCK_ELEMS + 5] = 1e9
-    got = decoded(codec, x)
-    np.testing.assert_array_equal(got[:BLOCK_ELEMS], alone[:BLOCK_ELEMS])
-    np.testing.assert_array_equal(got[2 * BLOCK_ELEMS :], alone[2 * BLOCK_ELEMS :])
-
-
 def test_magnitudes_up_to_the_limit_stay_finite(codec: Codec) -> None:
     most = np.nextafter(np.float32(2.0**126), np.float32(0))
     x = np.linspace(-most, most, BLOCK_ELEMS, dtype=np.float32)
