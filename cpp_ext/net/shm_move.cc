@@ -68,17 +68,20 @@ void ShmGroup::allGather(const void* in, void* out, size_t bytes) {
 }
 
 void ShmGroup::broadcast(void* data, size_t bytes, int root) {
+  // A whole model at the start, and then maybe nothing more: slots half full, as fast with four ranks and
+  // three quarters as fast with two, leave half as much memory touched for good.
+  constexpr size_t kChunkBytes = Layout::kSlotBytes / 2;
   checkRank(root, "root");
   exchange(
-      makeHeader(CallKind::kBroadcast, bytes, root), stepsFor(bytes, Layout::kSlotBytes),
+      makeHeader(CallKind::kBroadcast, bytes, root), stepsFor(bytes, kChunkBytes),
       [&](size_t k, std::byte* own) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
+        const Piece piece(k, kChunkBytes, bytes);
         if (rank_ == root) {
           copyBytes(own, bytesOf(data) + piece.offset, piece.bytes);
         }
       },
       [&](size_t k, uint64_t step) {
-        const Piece piece(k, Layout::kSlotBytes, bytes);
+        const Piece piece(k, kChunkBytes, bytes);
         if (rank_ != root) {
           copyBytes(bytesOf(data) + piece.offset, slot(step, root), piece.bytes);
         }
