@@ -19,6 +19,7 @@
 #include "engine/rails.h"
 #include "engine/ranges.h"
 #include "engine/ring_exchange.h"
+#include "engine/shard_parts.h"
 #include "engine/swap_exchange.h"
 #include "engine/transfers.h"
 
@@ -59,6 +60,7 @@ class RailExchange final : public HostOperation {
         place_(placeOf(group->getRank(), rails_->node)),
         bucket_(bucket.index),
         dtype_(codecType(bucket.flat.scalar_type())),
+        elementSize_(bucket.flat.element_size()),
         // Nodes average their sums: with this scale the result is the average over ranks, however many each
         // node has.
         scale_(bucket.operation.average
@@ -78,11 +80,15 @@ class RailExchange final : public HostOperation {
       transfers->clear();
     }
     takeBuffers();
-    for (const size_t peer : peers()) {
-      receive(contributions_[peer], peer, Stage::kScatter, scatterReceives_);
+    for (size_t part = 0; part < ShardParts::kAtOnce; ++part) {
+      receivePart(part);
     }
     for (const size_t owner : peers()) {
-      send(shard(owner), owner, Stage::kScatter, scatterSends_);
+      const at::Tensor theirs = shard(owner);
+      const ShardParts parts(theirs.nbytes());
+      for (size_t part = 0; part < parts.count(); ++part) {
+        send(parts.slice(theirs, part), owner, Stage::kScatter, scatterSends_);
+      }
     }
     // A shard's result arrives where the contribution to it lies: its owner sends it after having received
     // all of the contribution.
@@ -147,12 +153,12 @@ class RailExchange final : public HostOperation {
       shards_.push_back(flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(rail)) * elementSize,
                                          static_cast<int64_t>(layout_.numElements(rail)) * elementSize));
     }
-    contributions_.resize(rails_->node.size());
-    sources_.resize(rails_->node.size());
     if (rails_->rail.empty() || layout_.numElements(place_) == 0) {
       return;
     }
-    buffers_.contributed->want((rails_->node.size() - 1) * alignedBytes(shards_[place_].nbytes()));
+    parts_ = std::make_unique<ShardParts>(shards_[place_].nbytes());
+    sources_.resize(rails_->node.size());
+    buffers_.contributed->want(peers().size() * parts_->roomBytes());
     const auto numElements = static_cast<int64_t>(layout_.numElements(place_));
     if (narrows()) {
       sum_ = at::empty({numElements}, bucket.flat.options().dtype(at::kFloat));
@@ -181,13 +187,6 @@ class RailExchange final : public HostOperation {
       return;
     }
     buffer_ = buffers_.contributed->take();
-    const int64_t bytes = shards_[place_].numel();
-    int64_t used = 0;
-    for (size_t peer = 0; peer < rails_->node.size(); ++peer) {
-      contributions_[peer] = peer == place_ ? shards_[place_] : buffer_.narrow(0, used, bytes);
-      used += peer == place_ ? 0 : static_cast<int64_t>(alignedBytes(static_cast<size_t>(bytes)));
-      sources_[peer] = contributions_[peer].data_ptr();
-    }
     if (narrows()) {
       // The exchange between nodes has the same tensor, so it finds the numbers there, too.
       sumBuffer_ = buffers_.summed->take();
@@ -202,11 +201,37 @@ class RailExchange final : public HostOperation {
     }
   }
 
+  // Nothing where there is no such part.
+  void receivePart(size_t part) {
+    for (size_t i = 0; between_ && part < parts_->count() && i < peers().size(); ++i) {
+      receive(contribution(i, part), peers()[i], Stage::kScatter, scatterReceives_);
+    }
+  }
+
+  // What the i-th of peers() gives to a part of the own shard.
+  at::Tensor contribution(size_t i, size_t part) const {
+    return buffer_.narrow(0, static_cast<int64_t>(i * parts_->roomBytes() + parts_->placeOf(part)),
+                          static_cast<int64_t>(parts_->bytes(part)));
+  }
+
   void sumUp() {
-    scatterReceives_.waitAll("receiving the contribution of");
-    const Span span("reduce", "codec", shards_[place_].numel());
-    codec::reduceDecode(kHost, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(), scale_,
-                        layout_.numElements(place_), sum_.data_ptr());
+    const std::vector<size_t> others = peers();
+    auto* sum = static_cast<float*>(sum_.data_ptr());
+    for (size_t part = 0; part < parts_->count(); ++part) {
+      sources_[place_] = parts_->slice(shards_[place_], part).data_ptr();
+      for (size_t i = 0; i < others.size(); ++i) {
+        scatterReceives_.wait(part * others.size() + i, "receiving the contribution of");
+        sources_[others[i]] = contribution(i, part).data_ptr();
+      }
+      const size_t numElements = parts_->bytes(part) / elementSize_;
+      {
+        const Span span("reduce", "codec", static_cast<int64_t>(parts_->bytes(part)));
+        codec::reduceDecode(kHost, plainWire(dtype_), codec::DType::f32, sources_.data(), sources_.size(),
+                            scale_, numElements, sum);
+      }
+      sum += numElements;
+      receivePart(part + ShardParts::kAtOnce);
+    }
     buffers_.contributed->give(std::move(buffer_));
   }
 
@@ -243,7 +268,7 @@ class RailExchange final : public HostOperation {
   }
 
   void receive(const at::Tensor& into, size_t place, Stage stage, Transfers& transfers) {
-    if (into.defined() && into.numel() > 0) {
+    if (into.numel() > 0) {
       std::vector<at::Tensor> tensors{into};
       transfers.start("receiving from", place, [&] {
         return group_->recv(tensors, rails_->node[place], messageTag(round_, bucket_, stage));
@@ -261,17 +286,20 @@ class RailExchange final : public HostOperation {
   const size_t place_;
   const size_t bucket_;
   const codec::DType dtype_;
+  const size_t elementSize_;
   const float scale_;
   const ChunkLayout layout_;
   const Buffers buffers_;
   uint32_t round_ = 0;
-  // The pools', while contributions arrive and while the sum is needed.
+  // The pools', while contributions arrive, the rooms of peers() one behind the other, and while the sum is
+  // needed.
   at::Tensor buffer_;
   at::Tensor sumBuffer_;
   // Slices of the bucket, as bytes.
   std::vector<at::Tensor> shards_;
-  // By place: what it contributes to the own shard, in the buffer; undefined where there is none.
-  std::vector<at::Tensor> contributions_;
+  // How the own shard comes; absent where this rank owns nothing.
+  std::unique_ptr<ShardParts> parts_;
+  // By place: what it contributes to a part of the own shard.
   std::vector<const void*> sources_;
   // The own shard in fp32: the bucket's slice, or for 16-bit gradients a buffer, while there is one.
   at::Tensor sum_;

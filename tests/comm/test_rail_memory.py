@@ -19,7 +19,9 @@ from tests.comm.ranks import run_ranks
 WIDTH = 1024
 MOST_MB = 20
 """Where 28 more buckets come with buffers of their own it is 60 to 240."""
-
+LARGE_WIDTH = 2048
+MOST_OF_LARGE_MB = 20
+"""With 16.8 MB from each of two other ranks for one bucket, as a whole, it is 40."""
 
 _M_MMAP_THRESHOLD = -3
 """`malloc.h`"""
@@ -38,10 +40,10 @@ def resident_mb() -> float:
     raise RuntimeError("/proc/self/status has no RssAnon")
 
 
-def held_mb(num_layers: int, dtype: torch.dtype) -> float:
+def held_mb(num_layers: int, dtype: torch.dtype, width: int = WIDTH) -> float:
     """What some steps leave resident besides weights and gradients, with a bucket for each layer."""
-    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)]).to(dtype)
-    x = torch.randn(1, WIDTH).to(dtype)
+    net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(num_layers)]).to(dtype)
+    x = torch.randn(1, width).to(dtype)
     gc.collect()
     before = resident_mb()
     algorithm = ByteGrad(hierarchical=True)
@@ -68,3 +70,15 @@ def test_memory_does_not_grow_with_the_number_of_buckets(dtype: torch.dtype) -> 
     assert max(found) < MOST_MB, found
     found = run_ranks(growth_mb, 4, (2, 2), dtype)
     assert max(found) < MOST_MB, found
+
+
+def held_for_one_large_mb() -> float:
+    live_on_nodes((3, 1))
+    give_back_what_is_freed()
+    held_mb(4, torch.float32)
+    return held_mb(1, torch.float32, LARGE_WIDTH)
+
+
+def test_what_a_node_contributes_to_a_large_bucket_is_not_held_as_a_whole() -> None:
+    found = run_ranks(held_for_one_large_mb, 4)
+    assert max(found) < MOST_OF_LARGE_MB, found
