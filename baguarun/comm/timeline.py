@@ -2,7 +2,8 @@
 
 One recording per process, since one file shows all of its engines: `start` and `stop`, or `baguarun run
 --timeline FILE` and BAGUARUN_TIMELINE=FILE, which start it when the first model is wrapped. docs/timeline.md
-says how to read it. torch.profiler sees the engine's spans with and without a recording.
+says how to read it. torch.profiler sees the engine's spans with and without a recording; `trace_handler` adds
+the other rows to a profile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from baguarun.comm.extension import load_extension
 from baguarun.comm.groups import read_worker_env
+from baguarun.comm.joined_trace import join
 from baguarun.errors import UsageError
 
 _recording: _Recording | None = None
@@ -62,6 +66,27 @@ def is_recording() -> bool:
     return _recording is not None and bool(_engine().timeline_is_on())
 
 
+def trace_handler(path: str | os.PathLike[str]) -> Callable[[torch.profiler.profile], None]:
+    """For `torch.profiler.profile(on_trace_ready=...)`: writes the profile to `path` with the rows of the
+    recording that is going on then, on one clock.
+
+    `{step}` in the path becomes the profiler's step; ranks need files of their own; `.gz` at the end packs.
+    The handler raises `UsageError` if nothing is being recorded.
+    """
+
+    def write(profile: torch.profiler.profile) -> None:
+        if _recording is None:
+            raise UsageError(
+                "a profile with the timeline's rows needs a recording; want timeline.start(), or --timeline"
+            )
+        _engine().timeline_flush()
+        trace = Path(os.fspath(path).replace("{step}", str(profile.step_num)))
+        profile.export_chrome_trace(os.fspath(trace))
+        join(trace, Path(_recording.path))
+
+    return write
+
+
 def start_if_asked() -> None:
     """Start what BAGUARUN_TIMELINE asks for, once per process. Raises as `start` does."""
     global _asked_environment
@@ -99,7 +124,7 @@ class _Recording:
     """What must be undone when a recording ends."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._step_start_ns = 0
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_step),
@@ -114,7 +139,7 @@ class _Recording:
         left_out = int(_engine().timeline_stop())
         if left_out:
             warnings.warn(
-                f"timeline {self._path}: {left_out} events at the end were left out; record fewer steps",
+                f"timeline {self.path}: {left_out} events at the end were left out; record fewer steps",
                 stacklevel=3,
             )
 

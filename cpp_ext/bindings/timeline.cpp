@@ -77,6 +77,8 @@ void bindTimeline(py::module_& module) {
   module.attr("TIMELINE_MAX_EVENTS") = Timeline::kMaxEvents;
   module.def("timeline_start", &start, py::arg("path"), py::arg("rank"), py::arg("process_name"),
              py::arg("max_events"), withoutGil);
+  module.def(
+      "timeline_flush", [] { Timeline::ofProcess().flush(); }, withoutGil);
   module.def("timeline_stop", &stop, withoutGil);
   module.def("timeline_is_on", &Timeline::isOn);
   module.def("timeline_now_ns", &Timeline::nowNs);

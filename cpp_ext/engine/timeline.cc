@@ -70,6 +70,17 @@ void Timeline::start(const TimelineOwner& owner, const std::string& path, uint64
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
+void Timeline::flush() {
+  const std::scoped_lock control(controlMutex_);
+  if (!thread_) {
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  const uint64_t asked = ++flushesAsked_;
+  wake_.notify_one();
+  flushed_.wait(lock, [this, asked] { return flushesDone_ >= asked; });
+}
+
 uint64_t Timeline::stop() {
   const std::scoped_lock control(controlMutex_);
   if (!thread_) {
@@ -120,28 +131,36 @@ Timeline::Buffer& Timeline::ownBuffer() {
 void Timeline::run() {
   pthread_setname_np(pthread_self(), "bagua-timeline");
   bool last = false;
+  uint64_t asked = 0;
   while (!last) {
     {
       std::unique_lock lock(mutex_);
-      wake_.wait_for(lock, kInterval, [this] { return stopping_; });
+      wake_.wait_for(lock, kInterval, [this] { return stopping_ || flushesAsked_ != flushesDone_; });
       last = stopping_;
+      asked = flushesAsked_;
     }
-    if (failure_ != 0) {
-      continue;
+    if (failure_ == 0) {
+      writeSome(last);
     }
-    try {
-      writeOut();
-      if (last && dropped_ > 0) {
-        file_->addDropped(dropped_);
-        file_->write();
-      }
-    } catch (const std::system_error& error) {
-      // Training goes on; stop() tells again.
-      on_.store(false, std::memory_order_relaxed);
-      failure_ = error.code().value();
-      std::fprintf(stderr, "baguarun: the timeline ends here, it cannot be written: %s\n",
-                   std::strerror(failure_));
+    const std::scoped_lock lock(mutex_);
+    flushesDone_ = asked;
+    flushed_.notify_one();
+  }
+}
+
+void Timeline::writeSome(bool isLast) {
+  try {
+    writeOut();
+    if (isLast && dropped_ > 0) {
+      file_->addDropped(dropped_);
+      file_->write();
     }
+  } catch (const std::system_error& error) {
+    // Training goes on; stop() tells again.
+    on_.store(false, std::memory_order_relaxed);
+    failure_ = error.code().value();
+    std::fprintf(stderr, "baguarun: the timeline ends here, it cannot be written: %s\n",
+                 std::strerror(failure_));
   }
 }
 

@@ -38,6 +38,9 @@ class Timeline {
   // recording is going on.
   void start(const TimelineOwner& owner, const std::string& path, uint64_t maxEvents);
 
+  // Returns when all events of before are in the file, or cannot be written. Nothing if nothing is recorded.
+  void flush();
+
   // Writes out the rest and returns how many events were left out; 0 if nothing was being recorded. Throws
   // std::system_error if some write failed since the start; the file then ends before it.
   uint64_t stop();
@@ -54,6 +57,7 @@ class Timeline {
   Timeline();
   Buffer& ownBuffer();
   void run();
+  void writeSome(bool isLast);
   void writeOut();
   std::vector<std::shared_ptr<Buffer>> takeBuffers();
 
@@ -63,12 +67,15 @@ class Timeline {
   std::mutex buffersMutex_;
   std::vector<std::shared_ptr<Buffer>> buffers_;
 
-  // One start or stop at a time.
+  // One start, flush or stop at a time.
   std::mutex controlMutex_;
   // Guards what follows, except that the thread alone uses the file while it runs.
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;
+  std::condition_variable flushed_;
+  uint64_t flushesAsked_ = 0;
+  uint64_t flushesDone_ = 0;
   std::unique_ptr<TimelineFile> file_;
   uint64_t eventsLeft_ = 0;
   uint64_t dropped_ = 0;

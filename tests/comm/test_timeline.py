@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from baguarun.comm import timeline
 from baguarun.comm.algorithms import Algorithm, PowerSGD
@@ -355,3 +356,50 @@ def test_torch_profiler_sees_the_spans_of_the_communication_threads() -> None:
     codec = ["encode", "reduce and encode", "decode"]
     run_ranks(is_seen_by_the_profiler, 2, "bytegrad", codec)
     run_ranks(is_seen_by_the_profiler, 2, "gradient_allreduce", ["all-reduce"])
+
+
+def joins_a_profile(folder: Path) -> None:
+    path = folder / f"{dist.get_rank()}.json"
+    traces = str(folder / f"profile.{dist.get_rank()}.{{step}}.json.gz")
+    timeline.start(path)
+    model = train("bytegrad")
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.01)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=2),
+        on_trace_ready=timeline.trace_handler(traces),
+    ) as profiler:
+        for _ in range(2 * (1 + STEPS)):
+            step(model, optimizer)
+            profiler.step()
+    timeline.stop()
+    for round_ in (1, 2):
+        trace = Path(traces.replace("{step}", str(round_ * (1 + STEPS))))
+        events: list[Event] = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        ours = {pid for pid, name in names.items() if name.startswith(f"baguarun rank {dist.get_rank()} ")}
+        assert len(ours) == 1, names
+        rows = [event for event in events if event["pid"] in ours]
+        buckets = model.stats().buckets
+        assert len(spans(rows, "bucket", "on the wire")) == buckets * STEPS
+        assert len(spans(rows, "bucket", "filling")) == buckets * STEPS
+        assert len(spans(rows, "main thread", "backward")) == STEPS
+        theirs = [event for event in events if event["pid"] == os.getpid()]
+        assert any(event["name"].startswith("aten::") for event in theirs)
+        encoded = sorted(event["ts"] for event in theirs if event["name"] == "baguarun::encode")
+        starts = sorted(event["ts"] for event in rows if event["name"] == "encode")
+        assert len(encoded) == len(starts) >= buckets * STEPS
+        # The same moments, but for what a thread may stand between its looks at two clocks.
+        apart_us = sorted(abs(one - other) for one, other in zip(encoded, starts, strict=True))
+        assert apart_us[len(apart_us) // 2] < 1000, apart_us
+
+
+def test_a_profile_has_the_rows_of_the_recording_at_the_times_of_its_own(tmp_path: Path) -> None:
+    run_ranks(joins_a_profile, 2, tmp_path)
+
+
+def test_a_profile_without_a_recording_has_no_rows_to_take(tmp_path: Path) -> None:
+    handler = timeline.trace_handler(tmp_path / "profile.json")
+    with pytest.raises(UsageError, match=r"want timeline.start\(\), or --timeline"):
+        handler(profile(activities=[ProfilerActivity.CPU]))
+    assert not (tmp_path / "profile.json").exists()
