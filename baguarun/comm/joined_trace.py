@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,35 @@ _FIRST_PROCESS = 1 << 30
 _Event = dict[str, Any]
 
 
-def join(trace: Path, timeline: Path) -> None:
-    """Add to `trace`, written by `export_chrome_trace`, what `timeline` has of the same time.
+def join(trace: Path, timeline: Path, timeline_bytes: int) -> None:
+    """Add to `trace`, written by `export_chrome_trace`, what the first bytes of `timeline`, an event per line,
+    have of the same time.
 
-    Packed with gzip is what ends in `.gz`.
+    Packed with gzip is what ends in `.gz`. Raises OSError and ValueError, and leaves the trace as it was then.
     """
     whole = _read(trace)
     taken = [event for event in whole["traceEvents"] if event.get("ph") == "X"]
-    if taken:
-        first = min(event["ts"] for event in taken)
-        last = max(event["ts"] + event["dur"] for event in taken)
-        # Microseconds, both; torch counts from a moment that it names.
-        shift = (_EPOCH_NS - int(whole.get("baseTimeNanoseconds", 0))) / 1e3
-        moved = (_moved(event, shift) for event in _read(timeline)["traceEvents"])
-        whole["traceEvents"] += [event for event in moved if _lies_between(event, first, last)]
+    if not taken:
+        return
+    first = min(event["ts"] for event in taken)
+    last = max(event["ts"] + event.get("dur", 0) for event in taken)
+    # Microseconds, both; torch counts from a moment that it names.
+    shift = (_EPOCH_NS - int(whole.get("baseTimeNanoseconds", 0))) / 1e3
+    moved = (_moved(event, shift) for event in _events(timeline, timeline_bytes))
+    whole["traceEvents"] += [event for event in moved if _lies_between(event, first, last)]
     _write(trace, whole)
+
+
+def _events(timeline: Path, left: int) -> Iterator[_Event]:
+    """One at a time: a recording may be much longer than a profile. What lies behind the bytes is in motion."""
+    with timeline.open("rb") as file:
+        left -= len(file.readline())
+        while left > 0:
+            line = file.readline(left)
+            if not line:
+                raise ValueError(f"{timeline} is shorter than what was written to it")
+            left -= len(line)
+            yield json.loads(line.rstrip(b",\n"))
 
 
 def _moved(event: _Event, shift: float) -> _Event:
@@ -54,4 +70,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, trace: dict[str, Any]) -> None:
     data = json.dumps(trace).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ def start(path: str | os.PathLike[str], *, max_events: int | None = None) -> Non
         f"rank {rank} ({socket.gethostname()})",
         extension.TIMELINE_MAX_EVENTS if max_events is None else max_events,
     )
-    _recording = _Recording(os.fspath(path))
+    _recording = _Recording(os.path.abspath(path))
 
 
 def stop() -> None:
@@ -71,18 +71,26 @@ def trace_handler(path: str | os.PathLike[str]) -> Callable[[torch.profiler.prof
     recording that is going on then, on one clock.
 
     `{step}` in the path becomes the profiler's step; ranks need files of their own; `.gz` at the end packs.
-    The handler raises `UsageError` if nothing is being recorded.
+    The handler raises `UsageError` if there is no recording. It warns where the recording has come to its end
+    (`max_events`, a full disk), and where a file cannot be written.
     """
 
     def write(profile: torch.profiler.profile) -> None:
-        if _recording is None:
+        recording = _recording
+        written_bytes, left_out = _engine().timeline_flush()
+        if recording is None or not written_bytes:
             raise UsageError(
                 "a profile with the timeline's rows needs a recording; want timeline.start(), or --timeline"
             )
-        _engine().timeline_flush()
         trace = Path(os.fspath(path).replace("{step}", str(profile.step_num)))
-        profile.export_chrome_trace(os.fspath(trace))
-        join(trace, Path(_recording.path))
+        if left_out or not is_recording():
+            warnings.warn(f"profile {trace}: the recording ended before; rows are missing", stacklevel=2)
+        try:
+            trace.unlink(missing_ok=True)
+            profile.export_chrome_trace(os.fspath(trace))
+            join(trace, Path(recording.path), written_bytes)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"profile {trace}: without the timeline's rows: {error}", stacklevel=2)
 
     return write
 

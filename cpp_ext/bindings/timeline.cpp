@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "engine/errors.h"
 #include "engine/ranges.h"
@@ -78,7 +79,12 @@ void bindTimeline(py::module_& module) {
   module.def("timeline_start", &start, py::arg("path"), py::arg("rank"), py::arg("process_name"),
              py::arg("max_events"), withoutGil);
   module.def(
-      "timeline_flush", [] { Timeline::ofProcess().flush(); }, withoutGil);
+      "timeline_flush",
+      [] {
+        const Timeline::Written written = Timeline::ofProcess().flush();
+        return std::pair(written.bytes, written.leftOut);
+      },
+      withoutGil);
   module.def("timeline_stop", &stop, withoutGil);
   module.def("timeline_is_on", &Timeline::isOn);
   module.def("timeline_now_ns", &Timeline::nowNs);

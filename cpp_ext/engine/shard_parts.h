@@ -38,7 +38,7 @@ class ShardParts {
   }
 
  private:
-  // Large enough for a message, small enough for the second-level cache.
+  // Large enough for a message of its own, small enough to stay in a cache of some megabytes.
   static constexpr size_t kPartBytes = size_t{1} << 20;
 
   const size_t shardBytes_;

@@ -70,15 +70,16 @@ void Timeline::start(const TimelineOwner& owner, const std::string& path, uint64
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
-void Timeline::flush() {
+Timeline::Written Timeline::flush() {
   const std::scoped_lock control(controlMutex_);
   if (!thread_) {
-    return;
+    return {};
   }
   std::unique_lock lock(mutex_);
   const uint64_t asked = ++flushesAsked_;
   wake_.notify_one();
   flushed_.wait(lock, [this, asked] { return flushesDone_ >= asked; });
+  return written_;
 }
 
 uint64_t Timeline::stop() {
@@ -144,6 +145,7 @@ void Timeline::run() {
     }
     const std::scoped_lock lock(mutex_);
     flushesDone_ = asked;
+    written_ = {.bytes = file_->end(), .leftOut = dropped_};
     flushed_.notify_one();
   }
 }

@@ -38,8 +38,13 @@ class Timeline {
   // recording is going on.
   void start(const TimelineOwner& owner, const std::string& path, uint64_t maxEvents);
 
+  // What is in the file for good, in whole lines, and how many events are not, for all that were to be kept.
+  struct Written {
+    int64_t bytes = 0;
+    uint64_t leftOut = 0;
+  };
   // Returns when all events of before are in the file, or cannot be written. Nothing if nothing is recorded.
-  void flush();
+  Written flush();
 
   // Writes out the rest and returns how many events were left out; 0 if nothing was being recorded. Throws
   // std::system_error if some write failed since the start; the file then ends before it.
@@ -76,6 +81,7 @@ class Timeline {
   std::condition_variable flushed_;
   uint64_t flushesAsked_ = 0;
   uint64_t flushesDone_ = 0;
+  Written written_;
   std::unique_ptr<TimelineFile> file_;
   uint64_t eventsLeft_ = 0;
   uint64_t dropped_ = 0;

@@ -54,6 +54,8 @@ class TimelineFile {
   void addDropped(uint64_t events);
   // Throws std::system_error; the file then ends where it ended before.
   void write();
+  // Bytes that no later write changes: all but the closing brackets.
+  off_t end() const { return end_; }
 
  private:
   void nameRow(int64_t row, const std::string& name);

@@ -51,13 +51,14 @@ bool Mailbox::isLargeSend(const Operation& operation) const {
 bool Mailbox::mayPush(const Operation& send) const {
   const Lane& lane = lanes_[static_cast<size_t>(send.peer)];
   const uint64_t pushedBytes = lane.pushedBytes + send.bytes;
-  if (!isLargeSend(send) || pushedBytes > kMaxPushedBytes || lane.offers.contains(send.tag) ||
-      firstAsking(send.peer, send.tag, std::nullopt) != nullptr) {
+  if (!isLargeSend(send) || pushedBytes > kMaxPushedBytes || lane.offers.contains(send.tag)) {
     return false;
   }
   Carrier* const carrier = hooks_.carrierTo(send.peer);
+  // Who asks is looked for last, among all that do.
   return carrier != nullptr && carrier->isLong() &&
-         (lane.largeBytes <= kMaxPushedBytes || pushedBytes <= carrier->bytesPerAnswer());
+         (lane.largeBytes <= kMaxPushedBytes || pushedBytes <= carrier->bytesPerAnswer()) &&
+         firstAsking(send.peer, send.tag, std::nullopt) == nullptr;
 }
 
 void Mailbox::push(const Handle& send) {

@@ -68,7 +68,7 @@ void ShmGroup::allGather(const void* in, void* out, size_t bytes) {
 }
 
 void ShmGroup::broadcast(void* data, size_t bytes, int root) {
-  // A whole model at the start, and then maybe nothing more: slots half full, as fast with four ranks and
+  // Weights at the start, and mostly little or nothing more: slots half full, as fast with four ranks and
   // three quarters as fast with two, leave half as much memory touched for good.
   constexpr size_t kChunkBytes = Layout::kSlotBytes / 2;
   checkRank(root, "root");

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from baguarun.comm import timeline
 from baguarun.comm.algorithms import Algorithm, PowerSGD
 from baguarun.comm.ddp import DistributedDataParallel
+from baguarun.comm.joined_trace import join
 from baguarun.errors import UsageError
 from tests.comm.models import batch, mlp
 from tests.comm.ranks import run_ranks, run_ranks_to_the_end
@@ -403,3 +404,63 @@ def test_a_profile_without_a_recording_has_no_rows_to_take(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"want timeline.start\(\), or --timeline"):
         handler(profile(activities=[ProfilerActivity.CPU]))
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_profile_reads_no_more_of_a_recording_than_is_written_for_good(tmp_path: Path) -> None:
+    trace, recording = tmp_path / "trace.json", tmp_path / "recording.json"
+    trace.write_text(
+        json.dumps(
+            {
+                "baseTimeNanoseconds": 1_767_225_600_000_000_000,
+                "traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 7, "tid": 7, "ts": 100.0, "dur": 20.0}],
+            }
+        )
+    )
+    head = '{"displayTimeUnit":"ms","traceEvents":[\n'
+    lines = [
+        {"ph": "M", "name": "process_name", "pid": 3, "args": {"name": "rank 3 (host)"}},
+        {"ph": "X", "name": "before", "pid": 3, "tid": 1, "ts": 50.0, "dur": 49.0},
+        {"ph": "X", "name": "begins before", "pid": 3, "tid": 1, "ts": 50.0, "dur": 51.0},
+        {"ph": "i", "name": "meanwhile", "pid": 3, "tid": 1, "ts": 110.0},
+        {"ph": "X", "name": "behind", "pid": 3, "tid": 1, "ts": 121.0, "dur": 1.0},
+    ]
+    written = head + ",\n".join(json.dumps(line) for line in lines)
+    # A write is going on behind what the writer has said to be there.
+    recording.write_text(written + ',\n{"ph":"X","na')
+    join(trace, recording, len(written))
+    events: list[Event] = json.loads(trace.read_text())["traceEvents"]
+    assert [event["name"] for event in events] == ["aten::mm", "process_name", "begins before", "meanwhile"]
+    assert events[1]["args"] == {"name": "baguarun rank 3 (host)"}
+    assert events[2]["ts"] == 50.0
+    assert len({event["pid"] for event in events[1:]}) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".part"] == []
+
+
+def cannot_write_a_profile(folder: Path) -> None:
+    timeline.start(folder / "out.json")
+    with pytest.warns(UserWarning, match="without the timeline's rows"), profile(
+        activities=[ProfilerActivity.CPU], on_trace_ready=timeline.trace_handler("/no/such/folder/out.json")
+    ):
+        torch.ones(2).sum()
+    timeline.stop()
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    run_ranks(cannot_write_a_profile, 1, tmp_path)
+
+
+def test_a_profile_of_a_recording_that_has_ended_says_so(tmp_path: Path) -> None:
+    timeline.start(tmp_path / "out.json", max_events=1)
+    handler = timeline.trace_handler(tmp_path / "profile.json")
+    with (
+        pytest.warns(UserWarning, match="the recording ended before"),
+        profile(activities=[ProfilerActivity.CPU], on_trace_ready=handler),
+    ):
+        for _ in range(3):
+            with timeline.span("work", "test"):
+                torch.ones(2).sum()
+    with pytest.warns(UserWarning, match="2 events at the end were left out"):
+        timeline.stop()
+    events = read(tmp_path / "profile.json")
+    assert len([event for event in events if event["name"] == "work"]) == 1
+    assert len([event for event in events if event["name"] == "baguarun::work"]) == 3
