@@ -18,10 +18,10 @@ _Event = dict[str, Any]
 
 
 def join(trace: Path, timeline: Path, timeline_bytes: int) -> None:
-    """Add to `trace`, written by `export_chrome_trace`, what the first bytes of `timeline`, an event per line,
-    have of the same time.
+    """Add to `trace`, written by `export_chrome_trace`, what the first bytes of `timeline` have of the same
+    time, an event per line.
 
-    Packed with gzip is what ends in `.gz`. Raises OSError and ValueError, and leaves the trace as it was then.
+    Packed with gzip is what ends in `.gz`. Raises OSError and ValueError, and leaves the trace as it was.
     """
     whole = _read(trace)
     taken = [event for event in whole["traceEvents"] if event.get("ph") == "X"]
@@ -37,7 +37,7 @@ def join(trace: Path, timeline: Path, timeline_bytes: int) -> None:
 
 
 def _events(timeline: Path, left: int) -> Iterator[_Event]:
-    """One at a time: a recording may be much longer than a profile. What lies behind the bytes is in motion."""
+    """One at a time, as a recording may be much longer than a profile. Behind the bytes all is in motion."""
     with timeline.open("rb") as file:
         left -= len(file.readline())
         while left > 0:

@@ -82,8 +82,8 @@ def test_every_bucket_equals_the_exchange_written_out_bit_for_bit(sizes: tuple[i
 def test_shards_that_come_in_parts_are_summed_up_as_whole_ones_are(
     sizes: tuple[int, ...], backend: str
 ) -> None:
-    # Shards of 3.1 and 6.3 MB in fp32 are 4 and 7 parts, the last one so short that it does not ask for room as
-    # the others do. In 16 bits the leader of three has 4.
+    # Shards of 3.1 and 6.3 MB in fp32 are 4 and 7 parts, the last one so short that it does not ask for room
+    # as the others do. In 16 bits the leader of three has 4.
     run_ranks(matches_reference_bit_for_bit, 4, sizes, 1254, 1, 100, 2, backend=backend)
 
 

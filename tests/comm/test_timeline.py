@@ -412,7 +412,7 @@ def test_a_profile_reads_no_more_of_a_recording_than_is_written_for_good(tmp_pat
         json.dumps(
             {
                 "baseTimeNanoseconds": 1_767_225_600_000_000_000,
-                "traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 7, "tid": 7, "ts": 100.0, "dur": 20.0}],
+                "traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 7, "tid": 7, "ts": 100, "dur": 20}],
             }
         )
     )
@@ -438,8 +438,12 @@ def test_a_profile_reads_no_more_of_a_recording_than_is_written_for_good(tmp_pat
 
 def cannot_write_a_profile(folder: Path) -> None:
     timeline.start(folder / "out.json")
-    with pytest.warns(UserWarning, match="without the timeline's rows"), profile(
-        activities=[ProfilerActivity.CPU], on_trace_ready=timeline.trace_handler("/no/such/folder/out.json")
+    with (
+        pytest.warns(UserWarning, match="without the timeline's rows"),
+        profile(
+            activities=[ProfilerActivity.CPU],
+            on_trace_ready=timeline.trace_handler("/no/such/folder/out.json"),
+        ),
     ):
         torch.ones(2).sum()
     timeline.stop()
