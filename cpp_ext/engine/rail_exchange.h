@@ -148,7 +148,7 @@ class RailExchange final : public HostOperation {
 
   void divide(const Bucket& bucket, decltype(makeExchange)& makeBetween) {
     const at::Tensor flatBytes = bucket.flat.view(at::kByte);
-    const auto elementSize = static_cast<int64_t>(bucket.flat.element_size());
+    const auto elementSize = static_cast<int64_t>(elementSize_);
     for (size_t rail = 0; rail < rails_->numRails; ++rail) {
       shards_.push_back(flatBytes.narrow(0, static_cast<int64_t>(layout_.begin(rail)) * elementSize,
                                          static_cast<int64_t>(layout_.numElements(rail)) * elementSize));
