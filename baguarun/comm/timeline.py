@@ -71,24 +71,26 @@ def trace_handler(path: str | os.PathLike[str]) -> Callable[[torch.profiler.prof
     recording that is going on then, on one clock.
 
     `{step}` in the path becomes the profiler's step; ranks need files of their own; `.gz` at the end packs.
-    The handler raises `UsageError` if there is no recording. It warns where the recording has come to its end
-    (`max_events`, a full disk), and where a file cannot be written.
+    The handler warns, and training goes on, where there is no recording (the profile is torch's alone then),
+    where it has come to its end (`max_events`, a full disk), and where a file cannot be written.
     """
 
     def write(profile: torch.profiler.profile) -> None:
         recording = _recording
         written_bytes, left_out = _engine().timeline_flush()
-        if recording is None or not written_bytes:
-            raise UsageError(
-                "a profile with the timeline's rows needs a recording; want timeline.start(), or --timeline"
-            )
         trace = Path(os.fspath(path).replace("{step}", str(profile.step_num)))
-        if left_out or not is_recording():
+        if recording is None or not written_bytes:
+            warnings.warn(
+                f"profile {trace}: nothing is being recorded; want timeline.start(), or --timeline",
+                stacklevel=2,
+            )
+        elif left_out or not is_recording():
             warnings.warn(f"profile {trace}: the recording ended before; rows are missing", stacklevel=2)
         try:
             trace.unlink(missing_ok=True)
             profile.export_chrome_trace(os.fspath(trace))
-            join(trace, Path(recording.path), written_bytes)
+            if recording is not None and written_bytes:
+                join(trace, Path(recording.path), written_bytes)
         except (OSError, ValueError) as error:
             warnings.warn(f"profile {trace}: without the timeline's rows: {error}", stacklevel=2)
 

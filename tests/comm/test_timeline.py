@@ -399,11 +399,16 @@ def test_a_profile_has_the_rows_of_the_recording_at_the_times_of_its_own(tmp_pat
     run_ranks(joins_a_profile, 2, tmp_path)
 
 
-def test_a_profile_without_a_recording_has_no_rows_to_take(tmp_path: Path) -> None:
+def test_a_profile_without_a_recording_is_torch_s_alone_and_says_so(tmp_path: Path) -> None:
     handler = timeline.trace_handler(tmp_path / "profile.json")
-    with pytest.raises(UsageError, match=r"want timeline.start\(\), or --timeline"):
-        handler(profile(activities=[ProfilerActivity.CPU]))
-    assert not (tmp_path / "profile.json").exists()
+    with (
+        pytest.warns(UserWarning, match=r"nothing is being recorded; want timeline.start\(\), or --timeline"),
+        profile(activities=[ProfilerActivity.CPU], on_trace_ready=handler),
+    ):
+        torch.ones(2).sum()
+    events = read(tmp_path / "profile.json")
+    assert any(event["name"].startswith("aten::") for event in events)
+    assert not [event for event in events if isinstance(event["pid"], int) and event["pid"] >= 1 << 30]
 
 
 def test_a_profile_reads_no_more_of_a_recording_than_is_written_for_good(tmp_path: Path) -> None:
